@@ -48,8 +48,9 @@ class Text:
     """A text that is about to get a row, before any computation.
 
     Attributes:
-        tokens: ``[S]`` int32 the prompt, padded; S is the capacity.
-        length: scalar int32, number of tokens of the prompt.
+        tokens: ``[S]`` int32 the prompt, and the output so far if the text continues; padded. S is
+            the capacity.
+        length: scalar int32, number of these tokens.
         max_length: scalar int32, the largest number of tokens of prompt and output.
         key: its random key, or the key's data on the host: ``[2]`` uint32 from
             `jax.random.key_data`.
@@ -159,9 +160,9 @@ def empty(
 ) -> DecodeState:
     """Return a state whose rows are all free.
 
-    Tokens are drawn with coupled sampling, or greedily, as each text requests. So a text depends on
-    its key and its prompt alone: not on the drafter, the shape of the drafts, its row or when it
-    was admitted.
+    Tokens are drawn with coupled sampling, or greedily, as each text requests. So a text depends
+    only on the fields of its `Text`: not on the drafter, the shape of the drafts, its row or when
+    it was admitted.
 
     Args:
         target: the target.
@@ -186,7 +187,7 @@ def empty(
     cache, drafter_state = to_pages(contiguous, pages, page, target)
     state = DecodeState(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
-        lengths=jnp.ones(rows, jnp.int32),  # not 0, because the root is the token before
+        lengths=jnp.ones(rows, jnp.int32),  # not 0, because the root is token ``length - 1``
         max_lengths=jnp.ones(rows, jnp.int32),
         done=jnp.ones(rows, bool),
         keys=jnp.broadcast_to(jax.random.key(0), (rows,)),
@@ -223,8 +224,8 @@ def empty_prefix_state(
 ) -> PrefixState:
     """Return the ``prefix_state`` for `admit` if no token of the text has been read before.
 
-    The arguments are those of `empty`. On a mesh it has a row for each group, as the result of
-    `read_chunk` has.
+    The arguments are those of `empty`. On a mesh the prefix state has one row per group, like the
+    one that `read_chunk` returns.
     """
 
     # Compiled, so that the caches, which are not a part of the result, are never allocated.
@@ -262,9 +263,10 @@ def admit(
         state: the state; it is donated.
         row: the index of the row.
         text: the text.
-        cached: the number of its tokens that were read for another text, whose pages are in this
-            row's table. The token after them must be the same in both texts, because drafters pair
-            a token with the one after it.
+        cached: the length of the shared prefix: the text's first tokens that were read for another
+            text. The tables of later calls must have that prefix's pages in this row. The token
+            after the prefix must be the same in both texts, because drafters store each token
+            together with the next one.
         prefix_state: the state after these tokens, from `read_chunk`; `empty_prefix_state` if
             ``cached`` is 0.
         group: the row of ``prefix_state`` to use; 0 without a mesh.
@@ -284,7 +286,7 @@ def admit(
     assert isinstance(cache, PagedCache)
     prefix_row = map_rows(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1), prefix_state)
     new_drafter_state = to_pages(drafter.start(target, 1, capacity), 1, cache.page, target)
-    # An engine makes keys on the host, where they are plain data: numpy has no arrays of keys.
+    # An engine passes the key's data, because numpy has no arrays of keys.
     key = text.key
     if key.dtype == jnp.uint32:
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
@@ -296,7 +298,8 @@ def admit(
         keys=key,
         stop_token_ids=text.stop_token_ids,
         sampling=replace(state.sampling, **text.sampling),
-        # The pools have no row axis, and `put_rows` leaves them as they are if there are none here.
+        # A row has no pools: without layers here, `put_rows` keeps those of the state. The table is
+        # a placeholder, because every later call has its own.
         cache=replace(cache, layers=(), table=cache.table[0], length=cached, states=()),  # pyright: ignore[reportArgumentType]
         drafter=None,
         stats=jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), state.stats),
@@ -346,14 +349,14 @@ def read_chunk(
         rows: ``[G]`` the index of the row to read, one for each group.
         counts: ``[G]`` the number of tokens to read, at most ``size``; 0 for a group with nothing
             to read.
-        is_last: ``[G]`` bool, whether this chunk ends the prompt, so that the row is decoded from
-            now on. The prompt's last token is never in a chunk: it is the first root, which the
-            first step of decoding reads.
+        is_last: ``[G]`` bool, whether this chunk ends the prompt and `decode_rows` may decode the
+            row from now on. It is False if a client drafts for the text. The prompt's last token is
+            never in a chunk: it is the first root, which the first step of decoding reads.
         size: the number of tokens that are computed for each row, padding included.
-        logprobs: if not None, return the target's log-probabilities, with those of this number of
-            likeliest tokens at each position.
-        remote_drafter: the drafter that drafts for this text on another machine and needs the
-            hidden states of its tokens; None without one.
+        logprobs: if not None, return the target's log-probability of each token, and those of this
+            number of likeliest tokens at its position.
+        remote_drafter: the drafter of the client that drafts for this text; the result then has
+            what must be sent to it for the chunk's tokens. None without a client.
 
     Returns:
         The state; the `PrefixState` at the end of the chunk, for `admit`; the log-probabilities
@@ -392,39 +395,45 @@ def read_chunk(
             lambda leaf, new, row: leaf.at[row].set(new), groups, leaf, new, rows_in_groups
         )
 
-    part = map_rows(take, state)
-    positions = part.cache.length[:, None] + jnp.arange(size)[None]
+    selected = map_rows(take, state)
+    positions = selected.cache.length[:, None] + jnp.arange(size)[None]
 
-    def at(positions: jax.Array) -> jax.Array:
+    def tokens_at(positions: jax.Array) -> jax.Array:
         # Padding may lie beyond the capacity, where `take_along_axis` returns invalid ids. Any
-        # valid token will do, because ``counts`` leaves padding out of all that is stored below.
-        existing = jnp.minimum(positions, part.tokens.shape[1] - 1)
-        return jnp.take_along_axis(part.tokens, existing, axis=1)
+        # valid id will do, because nothing is stored for the positions after ``counts``.
+        clamped = jnp.minimum(positions, selected.tokens.shape[1] - 1)
+        return jnp.take_along_axis(selected.tokens, clamped, axis=1)
 
-    tokens, following = at(positions), at(positions + 1)
+    tokens, following = tokens_at(positions), tokens_at(positions + 1)
     # One pass of the target records the taps of both drafters.
     local_taps = drafter.taps(target.config)
     remote_taps = () if remote_drafter is None else remote_drafter.taps(target.config)
     taps = tuple(sorted({*local_taps, *remote_taps}))
-    output, new = target.read(tokens, part.cache, taps=taps, commit=counts)
+    output, entries = target.read(tokens, selected.cache, taps=taps, commit=counts)
     remote = {}
     if remote_drafter is not None:
         remote_output = _with_taps(output, taps, remote_taps)
-        remote = remote_drafter.remote_inputs(target, remote_output, new)
+        remote = remote_drafter.remote_inputs(target, remote_output, entries)
     output = _with_taps(output, taps, local_taps)
-    cache = part.cache.append(new, counts, after=output.hidden)
+    cache = selected.cache.append(entries, counts, after=output.hidden)
     committed = Committed(
-        tokens=tokens, following=following, output=output, entries=new, count=counts, cache=cache
+        tokens=tokens,
+        following=following,
+        output=output,
+        entries=entries,
+        count=counts,
+        cache=cache,
     )
-    drafter_state = drafter.append_committed(target, part.drafter, committed)
-    # Before `_prompts_read`: another text continues from here with a rest of its own.
+    drafter_state = drafter.append_committed(target, selected.drafter, committed)
+    # Take the prefix state before the prompt is finished: a text that continues from it has more
+    # tokens of its own prompt after this chunk.
     prefix_state = PrefixState(cache.states, without_pools(drafter.to_prefix_state(drafter_state)))
-    drafter_state = _prompts_read(target, drafter, drafter_state, part.tokens, cache, is_last)
-    part = replace(part, cache=cache, drafter=drafter_state, done=part.done & ~is_last)
+    drafter_state = _finish_prompts(target, drafter, drafter_state, selected.tokens, cache, is_last)
+    selected = replace(selected, cache=cache, drafter=drafter_state, done=selected.done & ~is_last)
     scored = None
     if logprobs is not None:
         scored = _read_logprobs(target, output.hidden, following, logprobs)
-    return place_rows(put_rows(state, part, put), target), prefix_state, scored, remote
+    return place_rows(put_rows(state, selected, put), target), prefix_state, scored, remote
 
 
 def _with_taps(output: States, taps: tuple[int, ...], selected: tuple[int, ...]) -> States:
@@ -459,7 +468,7 @@ def _read_logprobs(target: Target, hidden: jax.Array, following: jax.Array, top:
     return jax.tree.map(join, jax.lax.map(score, (split(hidden), split(following))))
 
 
-def _prompts_read(
+def _finish_prompts(
     target: Target,
     drafter: Drafter,
     state: Any,
@@ -470,7 +479,7 @@ def _prompts_read(
     """Return the drafter's state after `Drafter.prompts_read` for the rows of ``is_last``."""
     if type(drafter).prompts_read is Drafter.prompts_read:
         return state
-    # The conditional gets no pools, because XLA would copy them.
+    # The conditional returns no pools, because XLA would copy them.
     before, treedef = jax.tree.flatten(without_pools(state))
 
     def at_end() -> list[jax.Array]:
@@ -508,7 +517,7 @@ def decode_rows(
     call_steps: int,
     logprobs: int | None = None,
 ) -> tuple[DecodeState, Progress]:
-    """Decode the first ``width`` rows of a state, as `decode` does.
+    """Decode the first ``width`` rows of a state, as `specjax.decoding.decode` does.
 
     A row that becomes done does not stop the other rows, unless ``until_any_done``.
 
@@ -519,14 +528,19 @@ def decode_rows(
         state: the state; it is donated.
         table: ``[B, n]`` the pages of all rows. They must have room for the new tokens, because
             cache entries without a page are dropped: each step may commit D + 1 tokens of a row.
-        free: ``[B]`` bool, rows without a text. They are retired first.
+        free: ``[B]`` bool, the rows to retire before decoding: those without a text, and those
+            whose new text is not admitted yet.
         max_steps: a scalar, the largest number of steps.
         until_any_done: a scalar bool, whether to stop as soon as a row becomes done.
-        width: the number of rows to decode. Fewer rows take less time. Other rows do not change.
-        call_steps: an upper bound of ``max_steps``. It sets the room R = call_steps * (D + 1) of
-            `Progress`. With more steps, the state has all tokens and `Progress` has the first R.
-        logprobs: if not None, return the target's log-probabilities, with those of this number of
-            likeliest tokens at each position. Each value needs its own compiled program.
+        width: the number of rows to decode. Fewer rows take less time. Other rows do not change,
+            unless they are retired.
+        call_steps: the number of steps that `Progress` has room for, R = call_steps * (D + 1)
+            tokens of each row. ``max_steps`` may be larger: then `Progress` has the first R tokens,
+            and the state has all.
+        logprobs: if not None, return the target's log-probability of each new token, and those of
+            this number of likeliest tokens at its position.
+
+    Each value of ``width``, ``call_steps`` and ``logprobs`` needs its own compiled program.
 
     Returns:
         The state, and the `Progress` of its rows in this call.
@@ -555,22 +569,21 @@ def decode_rows(
     # A row without a text must be done before the loop, which would otherwise go on with the text
     # that had the row before.
     state = retire(with_table(state, table), free)
-    starts, report_tokens = state.lengths, call_steps * (drafter.draft_shape.depth + 1)
-    reported = None if logprobs is None else Logprobs.zeros(width, report_tokens, logprobs)
-    part, reported = run_steps(
+    starts, room = state.lengths, call_steps * (drafter.draft_shape.depth + 1)
+    reported = None if logprobs is None else Logprobs.zeros(width, room, logprobs)
+    decoded, reported = run_steps(
         target, drafter, first_rows(state, width), max_steps, until_any_done, reported
     )
-    state = put_rows(state, part, put_first)
+    state = put_rows(state, decoded, put_first)
     matched = state.drafter.matched if isinstance(drafter, WithPrediction) else None
-    progress = replace(
-        progress_since(state, starts, report_tokens), matched=matched, logprobs=reported
-    )
+    progress = replace(progress_since(state, starts, room), matched=matched, logprobs=reported)
     return place_rows(state, target), progress
 
 
 def progress_since(state: DecodeState, starts: jax.Array, room: int) -> Progress:
     """Return the `Progress` of rows that had ``starts [B]`` tokens, for up to ``room`` tokens."""
-    # The room is static and may reach beyond the capacity; `lengths` says what has a meaning.
+    # ``room`` is static, so these positions may be beyond the capacity, and are clamped. Only the
+    # first ``lengths - starts`` tokens have a meaning.
     emitted = jnp.minimum(starts[:, None] + jnp.arange(room), state.tokens.shape[1] - 1)
     return Progress(
         tokens=jnp.take_along_axis(state.tokens, emitted, axis=1),

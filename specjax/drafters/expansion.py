@@ -28,11 +28,12 @@ from specjax.sampling import RowSampling
 class Frontier:
     """The nodes of one depth, which are read together.
 
-    There are F nodes. A level with fewer nodes repeats one of them as filler.
+    There are F nodes. A level with fewer nodes to read is filled up with some candidate of the
+    level.
 
     Attributes:
         tokens: ``[B, F]``, the token ids.
-        depth: a scalar, the number of steps below the root, from 1.
+        depth: a scalar, the number of steps below the root, from 1; 0 before anything is drafted.
         parents: ``[B, F]``, the index of each node's parent in the frontier before; 0 if that is
             the root.
         visible: ``[B, F, R]`` bool, which of the nodes that were read before are ancestors of each
@@ -69,12 +70,12 @@ class _Growth:
     Attributes:
         depth: a scalar, the number of levels that have candidates.
         tokens: ``[D, B, C]``, the tokens of the candidates.
-        scores: ``[D, B, C]``, for each candidate the sum of scores on the path from the root (see
-            `CandidateTokens`); -inf for filler.
+        scores: ``[D, B, C]``, for each candidate the sum of `CandidateTokens.scores` along the path
+            from the root: log-probabilities, or 0 for each drawn token; -inf for filler.
         q: ``[D, B, F, V]`` in the drafter's vocabulary, the distribution that the children of each
             node were drawn from; None if they were chosen.
         picked: ``[D, B, F]``, the indices of the candidates of each level that are read.
-        going: ``[B]`` bool, the rows whose drafts still grow.
+        is_growing: ``[B]`` bool, the rows whose drafts still grow.
         frontier: the frontier of the newest level.
         state: the state of the drafter.
     """
@@ -84,7 +85,7 @@ class _Growth:
     scores: jax.Array
     q: jax.Array | None
     picked: jax.Array
-    going: jax.Array
+    is_growing: jax.Array
     frontier: Frontier
     state: Any
 
@@ -103,8 +104,9 @@ def expand(
 ) -> tuple[Draft, jax.Array | np.ndarray, Any]:
     """Draft a tree, with one call of ``read`` for every level but the last.
 
-    Rows that have finished, or whose chain has stopped early (see `Chain`), wait for the other
-    rows. The loop ends as soon as no row is left.
+    There are fewer calls only for a chain that may stop early (see `Chain`), with ``in_loop``: the
+    loop ends as soon as every row has stopped or is not active. Until then these rows wait for the
+    others.
 
     Args:
         shape: the shape of the draft.
@@ -121,8 +123,9 @@ def expand(
             unrolled levels are faster.
 
     Returns:
-        The draft; for each node its index among the nodes that were read, ``[N]`` or ``[B, N]``, or
-        -1 for the root and for nodes that were never read; and the state.
+        A tuple of three. The draft. The places of its nodes, ``[N]`` or ``[B, N]``: the index of
+        each node among the nodes that were read; -1 for the root and for nodes that were never
+        read. The state of the drafter.
     """
     batch, width, branching = root.shape[0], shape.width, shape.branching
     candidates = width * branching
@@ -150,31 +153,32 @@ def expand(
             frontier.visible       0000 0000     0100 1000
 
         Level 0 has the two children of the root, and filler without a score. Both children are
-        read. Their parent is the root, and no other node that was read is visible to them. In level
-        1 candidate 2 is read: node 4, with token 3. Its parent has index 1 in the frontier before,
-        and is the only node that it sees. Candidate 0 is read too, as filler.
+        read. Their parent is the root, and no node was read before them, so nothing is visible. In
+        level 1 candidate 2 is read: node 4, with token 3. Its parent has index 1 in the frontier
+        before, and is the only node that it sees. Candidate 0 is read too, as filler.
         """
-        count, going = children.tokens.shape[1], growth.going
+        num_parents, is_growing = children.tokens.shape[1], growth.is_growing
         if children.confidence is not None:
             assert isinstance(shape, Chain)
-            going = going & (children.confidence[:, 0] >= shape.stop_below)
+            is_growing = is_growing & (children.confidence[:, 0] >= shape.stop_below)
 
-        # The root is one node, but all levels must have the same shape: the loop carries them.
-        def level(values: jax.Array, filler: Any) -> jax.Array:  # [B, n, k] -> [B, C]
-            values = jnp.pad(values, ((0, 0), (0, width - count), (0, 0)), constant_values=filler)
+        # Level 0 has one parent. It is padded, because `while_loop` needs arrays of one shape.
+        def pad_level(values: jax.Array, filler: Any) -> jax.Array:  # [B, n, k] -> [B, C]
+            values = jnp.pad(
+                values, ((0, 0), (0, width - num_parents), (0, 0)), constant_values=filler
+            )
             return values.reshape(batch, candidates)
 
-        # A row whose chain has stopped gets no further nodes: the score of -inf marks them as
-        # filler.
+        # In a row whose chain has stopped, the new candidates are filler: their score is -inf.
         scores = jnp.where(
-            growth.going[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf
+            growth.is_growing[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf
         )
-        tokens, scores = level(children.tokens, 0), level(scores, -jnp.inf)
+        tokens, scores = pad_level(children.tokens, 0), pad_level(scores, -jnp.inf)
         picked = _pick(shape, scores, growth.depth)
         frontier = _next_frontier(growth, tokens, picked, branching)
         q = growth.q
         if q is not None and children.q is not None:
-            q = q.at[growth.depth, :, :count].set(children.q)
+            q = q.at[growth.depth, :, :num_parents].set(children.q)
         return replace(
             growth,
             depth=growth.depth + 1,
@@ -182,22 +186,22 @@ def expand(
             scores=growth.scores.at[growth.depth].set(scores),
             q=q,
             picked=growth.picked.at[growth.depth].set(picked),
-            going=going,
+            is_growing=is_growing,
             frontier=frontier,
         )
 
     def deepen(growth: _Growth) -> _Growth:
         logits, state = read(growth.frontier, growth.state)
-        newest = growth.depth - 1
-        parent_scores = jnp.take_along_axis(growth.scores[newest], growth.picked[newest], axis=1)
+        last = growth.depth - 1
+        parent_scores = jnp.take_along_axis(growth.scores[last], growth.picked[last], axis=1)
         children = children_of(logits, growth.depth)
         return add_level(replace(growth, state=state), children, parent_scores)
 
     first = children_of(
         logits if isinstance(logits, CandidateTokens) else logits[:, None], jnp.zeros((), jnp.int32)
     )
-    seed = _seed(shape, None if first.q is None else first.q.shape[-1], state, active)
-    growth = add_level(seed, first, jnp.zeros((batch, 1), jnp.float32))
+    root_alone = _empty_growth(shape, None if first.q is None else first.q.shape[-1], state, active)
+    growth = add_level(root_alone, first, jnp.zeros((batch, 1), jnp.float32))
     if shape.depth > 1 and in_loop:
         growth = _repeat(deepen, shape, growth)
     for _ in range(0 if in_loop else shape.depth - 1):
@@ -224,11 +228,11 @@ def expand_by_depth(
 ) -> Draft:
     """Draft a tree whose nodes of one depth all have the same prediction.
 
-    So draft Medusa and the block drafters, whose logits at one depth do not depend on the tokens
-    drafted above. All nodes of a depth have the same children, which are taken from the vocabulary
-    once. Drawn children are drawn once for all nodes of a depth: decoding follows one path, and so
-    uses each draw at most once. No node is read, so a dynamic tree selects the best nodes among all
-    possible paths.
+    Medusa and the block drafters use it, because their logits at a depth do not depend on the
+    drafted tokens above. All nodes of a depth have the same children, which are taken from the
+    vocabulary once. With sampling they share the drawn children, too. That is still lossless:
+    verification follows one path, so it uses each draw at most once. No node is read, so a dynamic
+    tree selects the best nodes among all possible paths.
 
     Args:
         shape: the shape of the draft.
@@ -271,7 +275,7 @@ def expand_by_depth(
     )[0]
 
 
-def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:
+def _empty_growth(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:
     """Return a draft without candidates. ``vocab`` is None if tokens are chosen and not drawn."""
     batch = active.shape[0]
     width, candidates = shape.width, shape.width * shape.branching
@@ -282,7 +286,7 @@ def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -
         scores=jnp.full((shape.depth, batch, candidates), -jnp.inf, jnp.float32),
         q=None if vocab is None else jnp.zeros((shape.depth, batch, width, vocab), jnp.float32),
         picked=jnp.zeros((shape.depth, batch, width), jnp.int32),
-        going=active,
+        is_growing=active,
         frontier=Frontier(
             nothing,
             jnp.zeros((), jnp.int32),
@@ -296,16 +300,17 @@ def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -
 def _repeat(deepen: Callable[[_Growth], _Growth], shape: DraftShape, growth: _Growth) -> _Growth:
     """Call ``deepen`` until the draft has the depth of its shape.
 
-    A chain that may stop early ends with the last row that has not stopped. In all other cases the
-    number of turns is fixed, and the loop counts them from 0: compilers recognise this form, and a
-    GPU then runs the loop without a round trip to the host after each turn.
+    For a chain that may stop early, the loop ends as soon as every row has stopped or is not
+    active. In all other cases the number of turns is fixed, and the loop counts them from 0:
+    compilers recognise this form, and a GPU then runs the loop without a round trip to the host
+    after each turn.
     """
     may_stop = isinstance(shape, Chain) and shape.stop_below > 0
 
     def unfinished(carry: tuple[jax.Array, _Growth]) -> jax.Array:
         turn, growth = carry
         has_room = turn < shape.depth - 1
-        return has_room & jnp.any(growth.going) if may_stop else has_room
+        return has_room & jnp.any(growth.is_growing) if may_stop else has_room
 
     def body(carry: tuple[jax.Array, _Growth]) -> tuple[jax.Array, _Growth]:
         turn, growth = carry
@@ -319,20 +324,21 @@ def _next_frontier(
 ) -> Frontier:
     """Return the frontier of the nodes to read next.
 
-    ``picked [B, F]`` are their indices among the newest level's candidates, ``tokens [B, C]`` the
-    tokens of these.
+    ``picked [B, F]`` are their indices among the candidates of the new level, which have the tokens
+    ``tokens [B, C]``.
     """
-    newest = growth.frontier
+    previous = growth.frontier
     parents = picked // branching
-    # The parents' indices among all nodes that were read. For the root's children they have no
-    # meaning, and `is_parent` leaves them out.
-    read_index = newest.offset + parents
-    is_parent = (read_index[..., None] == jnp.arange(newest.visible.shape[-1])) & (growth.depth > 0)
+    # The index of each parent among all nodes that were read. In level 0 the parent is the root,
+    # which has no such index: `is_parent` is False there.
+    read_index = previous.offset + parents
+    nodes_read = jnp.arange(previous.visible.shape[-1])
+    is_parent = (read_index[..., None] == nodes_read) & (growth.depth > 0)
     return Frontier(
         tokens=jnp.take_along_axis(tokens, picked, axis=1),
         depth=growth.depth + 1,
         parents=parents,
-        visible=jnp.take_along_axis(newest.visible, parents[..., None], axis=1) | is_parent,
+        visible=jnp.take_along_axis(previous.visible, parents[..., None], axis=1) | is_parent,
     )
 
 
@@ -364,18 +370,19 @@ def _fixed(
         has_child = np.isin(np.arange(shape.nodes), template.parents)
         q = jnp.where(has_child[None, :, None], rows[:, np.where(has_child, row, 0)], 0.0)
     stops_early = isinstance(shape, Chain) and shape.stop_below > 0
-    # Siblings are drawn without replacement: q may have fewer tokens than a node has children.
+    # Siblings are drawn without replacement. If fewer tokens than children have a positive
+    # probability, some children do not exist.
     may_lack_tokens = growth.q is not None and shape.branching > 1
-    offered = jnp.pad(gather(growth.scores) > -jnp.inf, ((0, 0), (1, 0)), constant_values=True)
+    exists = jnp.pad(gather(growth.scores) > -jnp.inf, ((0, 0), (1, 0)), constant_values=True)
     draft = Draft.of_tree(
         tokens=jnp.concatenate([root[:, None], gather(growth.tokens)], axis=1),
         parents=template.parents,
         q=q,
-        valid=offered if stops_early or may_lack_tokens else None,
+        valid=exists if stops_early or may_lack_tokens else None,
     )
     if not stops_early:
         return draft, template.places
-    # If the loop ended early, the newest level was never read.
+    # If the loop ended early, the last level was never read.
     return draft, jnp.where(draft.depths < growth.depth, template.places, -1)
 
 
@@ -391,13 +398,13 @@ def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draf
         jnp.moveaxis(values, 0, 1).reshape(batch, -1) for values in (growth.scores, growth.tokens)
     )
     best = jnp.sort(jax.lax.top_k(scores, shape.nodes - 1)[1], axis=1)  # [B, N-1]
-    level, slot = best // per_level, best % per_level
+    level, candidate = best // per_level, best % per_level
     picked = jnp.moveaxis(growth.picked, 0, 1)  # [B, D, F]
 
     # For each selected candidate: the index of its parent among the candidates of all levels, and
     # then the parent's index among the nodes.
     parent = jnp.take_along_axis(
-        picked.reshape(batch, -1), (level - 1) * shape.width + slot // shape.branching, axis=1
+        picked.reshape(batch, -1), (level - 1) * shape.width + candidate // shape.branching, axis=1
     )
     parent = parent + (level - 1) * per_level
     is_parent = (best[:, None, :] == parent[:, :, None]) & (level > 0)[:, :, None]
@@ -405,7 +412,7 @@ def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draf
     parents = jnp.sum(is_parent * node, axis=-1)
 
     picked_in_level = jnp.take_along_axis(picked, level[:, :, None], axis=1)  # [B, N-1, F]
-    was_read = (picked_in_level == slot[:, :, None]) & (level < shape.depth - 1)[:, :, None]
+    was_read = (picked_in_level == candidate[:, :, None]) & (level < shape.depth - 1)[:, :, None]
     places = jnp.max(
         jnp.where(was_read, level[:, :, None] * shape.width + jnp.arange(shape.width), -1), axis=-1
     )
@@ -463,10 +470,10 @@ def read_nodes(
 ) -> tuple[jax.Array, tuple[Entry, ...]]:
     """Read the nodes of a frontier with a transformer: a `ReadFrontier`.
 
-    The KV entries of drafted nodes go to the scratch, and the cache is only read. The first slots
-    of ``scratch`` may hold ancestors of all nodes that are not in the cache yet (the root). Their
-    number is the number of slots less `DraftShape.read_slots`. The node with index i has the i-th
-    slot after them.
+    The KV entries of drafted nodes go to the scratch, and the cache is only read. The scratch may
+    begin with slots for common ancestors of all nodes that the cache does not have yet, such as the
+    root. Their number is the number of slots less `DraftShape.read_slots`. The node with index i
+    is stored i slots after them.
 
     Args:
         model: the drafting model.
@@ -476,16 +483,18 @@ def read_nodes(
         layers: the range of layers that run, as in `Target.run`.
     """
     count, read_slots = frontier.tokens.shape[1], frontier.visible.shape[-1]
-    above = slots_of(scratch) - read_slots
-    visible = jnp.pad(frontier.visible, ((0, 0), (0, 0), (above, 0)), constant_values=True)
-    positions = cache.length[:, None] + above + frontier.depth - 1
+    ancestors = slots_of(scratch) - read_slots
+    visible = jnp.pad(frontier.visible, ((0, 0), (0, 0), (ancestors, 0)), constant_values=True)
+    positions = cache.length[:, None] + ancestors + frontier.depth - 1
     output, new = model.score(
         frontier.tokens,
         cache,
         positions=jnp.broadcast_to(positions, frontier.tokens.shape),
-        # Nodes of one depth are not ancestors of each other: each sees itself alone.
+        # Among the nodes of this pass, each sees only itself. It also sees the cache, and its
+        # ancestors in the scratch.
         mask=np.eye(count, dtype=bool)[None],
         scratch=[(scratch, visible)],
         layers=layers,
     )
-    return output.logits, place_entries(scratch, new, above + frontier.offset, after=output.hidden)
+    scratch = place_entries(scratch, new, ancestors + frontier.offset, after=output.hidden)
+    return output.logits, scratch

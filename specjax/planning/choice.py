@@ -1,9 +1,10 @@
 """The choice of the fastest draft on this machine: a chain, a tree, or plain decoding.
 
-The speed of each candidate is computed from measured parts: T_D and T_V(n) on this machine, and on
-given prompts the acceptance of long chains by depth and of children by rank. Static trees come from
-Sequoia's dynamic programming. The tokens that dynamic trees emit do not follow from these
-probabilities, so two dynamic trees are tried out; with sampling, a few sampled trees as well.
+The speed of a candidate is computed from four measurements: the time to draft a level (T_D), the
+time to verify n nodes (T_V(n)), and on given prompts how often chains are accepted to each depth,
+and how often the child of each rank is accepted. Static trees come from Sequoia's dynamic
+programming. The acceptance length of a dynamic tree does not follow from these probabilities, so
+two dynamic trees are tried out; with sampling, a few sampled trees as well.
 """
 
 from dataclasses import dataclass, field, replace
@@ -33,38 +34,46 @@ from specjax.planning.costs import Costs, measure_costs, tokens_needed, trial_ke
 from specjax.progress import waiting
 from specjax.sampling import Sampling
 
-_TRIAL_STEPS, _LEAST_STEPS = 256, 32  # of a trial: of all rows together, and at least of each row
+_TRIAL_STEPS = 256
+"""The number of steps of a trial, over all rows together."""
+_LEAST_STEPS = 32
+"""The smallest number of steps of each row in a trial."""
 _RANKS = 8
-_REPEATS = 3
-_COUNTS = (2, 3, 5, 9, 17, 33, 65)
+"""The number of children of the root whose acceptance is measured."""
+_TIMING_REPEATS = 3
+_NODE_COUNTS = (2, 3, 5, 9, 17, 33, 65)
+"""The numbers of nodes n for which T_V(n) may be measured; larger trees are taken as fast as 65."""
 BUDGETS = (128, 256, 512)
 """The sizes in slots of a compressed cache that `fastest_drafter` tries."""
-_SAMPLED = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1))
+_SAMPLED_WIDTHS = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1))
 _DYNAMIC = ((4, 13), (8, 33))
 """Children per node, and nodes, of the dynamic trees that are tried.
 
-There are only two, because each is compiled and run. T_D is measured at these widths in any case,
-for static trees.
+There are only two, because each is compiled and run. `_measure_times` measures T_D at their widths,
+4 and 8, in any case.
 """
-_DEEP = 0.2
-"""Dynamic trees end at the depth at which this share of the steps accepts a chain's token.
+_LEAST_SURVIVAL = 0.2
+"""The depth of dynamic trees is the largest that a chain reaches in this share of the steps.
 
-Deeper levels would cost time in every step and gain little.
+Deeper levels would cost time in every step and gain little. The depth is at least two.
 """
 
 
 @dataclass(frozen=True)
 class TrialAcceptance:
-    """The acceptance in short trials, by the rule of the options or the default rule of the shape.
+    """The acceptance in short trials.
+
+    The verification rule is that of the options, or else the default rule of the shape.
 
     Attributes:
         survival: for each depth, the probability that a chain's tokens up to it are accepted.
         by_rank: the probability that the child of each rank is the target's token; empty if the
             drafter or the rule supports only chains.
-        sampled: tokens per target pass with each of a few sampled trees; empty if all rows are
-            greedy.
-        dynamic: tokens per target pass with each of two dynamic trees; empty if the drafter or the
-            rule supports only chains.
+        sampled: tokens per target pass with each of a few sampled trees that fit the depth and the
+            vocabulary; empty if all rows are greedy, with coupled sampling, and if the drafter or
+            the rule supports only chains.
+        dynamic: tokens per target pass with each of at most two dynamic trees that fit the depth
+            and the vocabulary; empty if the drafter or the rule supports only chains.
 
     Examples:
         >>> from specjax.planning.choice import TrialAcceptance
@@ -86,7 +95,8 @@ class Candidate:
     Attributes:
         draft: the shape; None for plain decoding.
         tokens: the expected number of tokens per target pass.
-        seconds: the seconds of a step, drafting and verification.
+        seconds: the seconds of a step, drafting and verification; 0 if nothing was measured,
+            because the prompts leave no room for a draft.
         speedup: the speed-up over plain decoding.
 
     Examples:
@@ -158,8 +168,8 @@ def compare_drafts(
     """Measure times and acceptance, and compute the speed of many draft shapes.
 
     The candidates are all chains of up to ``longest`` tokens, the best static trees of up to
-    ``nodes`` nodes, and the trees that were tried out, if they are not larger. If the rule supports
-    only chains, there are no trees.
+    ``nodes`` nodes, and those sampled and dynamic trees with at most ``nodes`` nodes that were
+    tried out. If the rule supports only chains, there are no trees.
 
     Args:
         target: the target.
@@ -170,7 +180,8 @@ def compare_drafts(
             row, and have their own random key.
         batch: B, the batch size for which times are measured; by default R.
         longest: the length of the longest chain, and the depth of the deepest tree.
-        nodes: the maximum number of nodes of a tree, with the root.
+        nodes: the maximum number of nodes of a tree, with the root. T_V(n) is measured for up to 65
+            nodes, so the speed of larger trees is overstated.
         acceptance: the result of `measure_acceptance`, to share it among several batch sizes; None
             to measure it here.
 
@@ -190,40 +201,37 @@ def compare_drafts(
         acceptance = measure_acceptance(
             target, drafter, tokens, lengths, options=options, longest=longest
         )
-    rows, width = np.asarray(tokens).shape
+    rows, prompt_length = np.asarray(tokens).shape
     depth = len(acceptance.survival)
     plain = Candidate(None, 1.0, 0.0, 1.0)
-    if depth == 0:  # the target has no position left for a draft after these prompts
+    if depth == 0:  # the prompts leave no room for a draft
         return DraftComparison(acceptance, {}, {}, (plain,))
     ranks = len(acceptance.by_rank)
-    costs, draft_times = _times(
-        target, drafter, depth, ranks, nodes, (batch or rows, width), options
+    costs, draft_times = _measure_times(
+        target, drafter, depth, ranks, nodes, (batch or rows, prompt_length), options
     )
+    widths = sorted(draft_times)
 
-    def candidate(shape: DraftShape, emitted: float) -> Candidate:
-        level = float(
-            np.interp(
-                shape.width,
-                sorted(draft_times),
-                [draft_times[width] for width in sorted(draft_times)],
-            )
+    def make_candidate(shape: DraftShape, emitted: float) -> Candidate:
+        level_seconds = float(
+            np.interp(shape.width, widths, [draft_times[width] for width in widths])
         )
-        seconds = shape.depth * level + costs.verification(shape.nodes)
+        seconds = shape.depth * level_seconds + costs.verification(shape.nodes)
         return Candidate(shape, emitted, seconds, emitted * costs.target / seconds)
 
     candidates = [replace(plain, seconds=costs.target)]
     candidates += [
-        candidate(Chain(n), 1 + sum(acceptance.survival[:n])) for n in range(1, depth + 1)
+        make_candidate(Chain(n), 1 + sum(acceptance.survival[:n])) for n in range(1, depth + 1)
     ]
     tried: dict[DraftShape, float] = {**acceptance.sampled, **acceptance.dynamic}
     candidates += [
-        candidate(shape, emitted) for shape, emitted in tried.items() if shape.nodes <= nodes
+        make_candidate(shape, emitted) for shape, emitted in tried.items() if shape.nodes <= nodes
     ]
     if ranks and nodes > 1:
         trees = theory.best_trees(acceptance.by_rank, nodes, depth)
         branching = [tree for tree in trees.values() if max(path[-1] for path in tree) > 0]
         candidates += [
-            candidate(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree))
+            make_candidate(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree))
             for tree in branching
         ]
     ordered = sorted(candidates, key=lambda candidate: -candidate.speedup)
@@ -238,10 +246,11 @@ def fastest_drafter(
     *,
     options: GenerationOptions = GenerationOptions(),
 ) -> tuple[Drafter | None, Candidate]:
-    """Return the drafter with its fastest draft, or None for plain decoding, and its prediction.
+    """Return the drafter with its fastest draft, and the predicted speed of that choice.
 
-    A compressed cache is tried with its own budget, and with all `BUDGETS` below the length of the
-    prompts. The arguments are those of `compare_drafts`.
+    The drafter is None if plain decoding is fastest. A compressed cache is tried with its own
+    budget, and with all `BUDGETS` below the length of the prompts. The arguments are as in
+    `compare_drafts`.
 
     Examples:
         >>> from specjax.planning.choice import fastest_drafter
@@ -251,8 +260,8 @@ def fastest_drafter(
     """
     sized: list[Drafter] = [drafter]
     if isinstance(drafter, CompressedCache):
-        width = np.asarray(tokens).shape[1]
-        budgets = [b for b in BUDGETS if 0 < drafter.scheme.kept(b) < b < width]
+        prompt_length = np.asarray(tokens).shape[1]
+        budgets = [b for b in BUDGETS if 0 < drafter.scheme.kept(b) < b < prompt_length]
         budgets = sorted({*budgets, drafter.budget})
         sized = [replace(drafter, budget=budget) for budget in budgets]
     results = [
@@ -274,10 +283,10 @@ def measure_acceptance(
 ) -> TrialAcceptance:
     """Measure the acceptance in short generations.
 
-    They draft a long chain, one level of many children, dynamic trees and sampled trees. The
-    acceptance of a rank is assumed to be the same at every depth (Sequoia's positional acceptance);
-    the acceptance of chains is measured for each depth. The arguments are those of
-    `compare_drafts`.
+    Each of them uses another draft: a long chain, a tree with one level of many children, and some
+    dynamic and sampled trees. The acceptance of a rank is assumed to be the same at every depth
+    (Sequoia's positional acceptance); the acceptance of chains is measured for each depth. The
+    arguments are as in `compare_drafts`.
 
     Examples:
         >>> from specjax.planning.choice import measure_acceptance
@@ -295,7 +304,7 @@ def measure_acceptance(
         return TrialAcceptance((), (), {})
 
     def trial(shape: DraftShape) -> tuple[np.ndarray, np.ndarray, float]:
-        return _try(target, with_draft(drafter, shape), tokens, lengths, options)
+        return _run_trial(target, with_draft(drafter, shape), tokens, lengths, options)
 
     by_rank: tuple[float, ...] = ()
     sampled: dict[SampledTree, float] = {}
@@ -307,7 +316,7 @@ def measure_acceptance(
         if not np.all(np.asarray(options.sampling.temperature) == 0) and options.rule != "coupled":
             shapes = [
                 SampledTree(widths)
-                for widths in _SAMPLED
+                for widths in _SAMPLED_WIDTHS
                 if len(widths) <= depth and max(widths) <= vocab
             ]
             sampled = {shape: trial(shape)[2] for shape in shapes}
@@ -319,7 +328,7 @@ def _dynamic_trees(survival: tuple[float, ...], vocab: int) -> list[DynamicTree]
 
     Trees of one level are left out, because static trees cover them.
     """
-    depth = max(2, sum(chance >= _DEEP for chance in survival))
+    depth = max(2, sum(chance >= _LEAST_SURVIVAL for chance in survival))
     if len(survival) < depth:
         return []
     return [
@@ -340,8 +349,8 @@ def chain_survival(
 ) -> tuple[float, ...]:
     """Measure for each depth the probability that a chain's tokens up to it are accepted.
 
-    The arguments are those of `measure_acceptance`. The depth is limited by the target's positions,
-    so the result may be empty.
+    The arguments are those of `measure_acceptance`. The depth is limited by the positions of target
+    and drafter, so the result may be empty.
 
     Examples:
         >>> from specjax.planning.choice import chain_survival
@@ -354,7 +363,7 @@ def chain_survival(
     depth = min(longest, _positions_left(target, drafter, tokens, lengths) - 1)
     if depth < 1:
         return ()
-    survival, _, _ = _try(target, with_draft(drafter, Chain(depth)), tokens, lengths, options)
+    survival, _, _ = _run_trial(target, with_draft(drafter, Chain(depth)), tokens, lengths, options)
     return tuple(survival.tolist())
 
 
@@ -366,7 +375,7 @@ def _positions_left(
     return decoding.most_positions(target, drafter) - int(checked.max())
 
 
-def _try(
+def _run_trial(
     target: Target,
     drafter: Drafter,
     tokens: ArrayLike,
@@ -388,9 +397,11 @@ def _try(
     trial_options = replace(options, max_new_tokens=max_new_tokens, key=trial_key(options.key))
     drafter, state = decoding.start(target, drafter, tokens, lengths, trial_options)
     with waiting(f"trying a {shape}"):
-        first, stats = sharding.to_host(_watch(target, drafter, state, count), target.mesh)
+        first_accepted, stats = sharding.to_host(
+            _run_steps(target, drafter, state, count), target.mesh
+        )
     steps = max(int(np.sum(stats.steps)), 1)
-    ranks = np.bincount(first.ravel(), minlength=shape.branching + 1)[1:]
+    ranks = np.bincount(first_accepted.ravel(), minlength=shape.branching + 1)[1:]
     return (
         stats.accepted_at.sum(axis=0) / steps,
         ranks / steps,
@@ -399,7 +410,7 @@ def _try(
 
 
 @partial(jax.jit, static_argnames="steps")
-def _watch(
+def _run_steps(
     target: Target, drafter: Drafter, state: decoding.DecodeState, steps: int
 ) -> tuple[jax.Array, Any]:
     """Return the first accepted node of each step ``[steps, B]``, or 0, and the statistics."""
@@ -408,11 +419,11 @@ def _watch(
         state, info = decoding.step(target, drafter, state)
         return state, jnp.where(info.accepted > 0, info.path[:, 1], 0)
 
-    state, first = jax.lax.scan(body, state, length=steps)
-    return first, state.stats
+    state, first_accepted = jax.lax.scan(body, state, length=steps)
+    return first_accepted, state.stats
 
 
-def _times(
+def _measure_times(
     target: Target,
     drafter: Drafter,
     depth: int,
@@ -421,25 +432,28 @@ def _times(
     size: tuple[int, int],
     options: GenerationOptions,
 ) -> tuple[Costs, dict[int, float]]:
-    """Measure T_V(n) up to the largest candidate, and T_D of a level by the number of its nodes.
+    """Measure T_V(n) for several n, and the time to draft a level for several widths.
 
-    ``size`` is the batch size and the length of the prompts.
+    ``size`` is the batch size and the length of the prompts. The largest n is at least that of the
+    largest candidate, but at most the last of `_NODE_COUNTS`.
     """
-    batch, width = size
-    spines = [(count, *(1,) * (min(depth, 4) - 1)) for count in (ranks // 2, ranks) if count]
-    wide = [with_draft(drafter, StaticTree(complete_tree(spine))) for spine in spines]
+    batch, prompt_length = size
+    branchings = [(count, *(1,) * (min(depth, 4) - 1)) for count in (ranks // 2, ranks) if count]
+    wide = [with_draft(drafter, StaticTree(complete_tree(branching))) for branching in branchings]
     largest = max(depth + 1, nodes if ranks else 0)
-    counts = [count for i, count in enumerate(_COUNTS) if i == 0 or _COUNTS[i - 1] < largest]
+    counts = [
+        count for i, count in enumerate(_NODE_COUNTS) if i == 0 or _NODE_COUNTS[i - 1] < largest
+    ]
     needed = tokens_needed(
-        _REPEATS, max(*counts, *(variant.draft_shape.nodes for variant in wide), depth + 1)
+        _TIMING_REPEATS, max(*counts, *(variant.draft_shape.nodes for variant in wide), depth + 1)
     )
     settings: dict[str, Any] = {
         "batch": batch,
-        "context": max(1, min(width, decoding.most_positions(target, drafter) - needed)),
+        "context": max(1, min(prompt_length, decoding.most_positions(target, drafter) - needed)),
         "new_tokens": needed,
-        "sampling": _spread(options.sampling, batch),
+        "sampling": _for_batch(options.sampling, batch),
         "rule": options.rule,
-        "repeats": _REPEATS,
+        "repeats": _TIMING_REPEATS,
     }
     costs = measure_costs(target, with_draft(drafter, Chain(depth)), nodes=counts, **settings)
     draft_times = {1: costs.draft_time}
@@ -450,8 +464,8 @@ def _times(
     return costs, draft_times
 
 
-def _spread(sampling: Sampling, batch: int) -> Sampling:
-    """Return sampling parameters for ``batch`` rows; values by row are repeated or cut."""
+def _for_batch(sampling: Sampling, batch: int) -> Sampling:
+    """Return sampling parameters for ``batch`` rows: values per row are repeated or truncated."""
     values = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
     return Sampling(
         **{

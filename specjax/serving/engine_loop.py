@@ -1,8 +1,8 @@
 """The loop of the engine: one thread that prefills, decodes, and delivers texts, turn by turn.
 
-A turn prefills at most one chunk of the prompts, verifies the drafts of clients, and makes one
-decode call for the running rows. While the device works on that call, the texts of the previous
-call are delivered.
+A turn prefills up to a chunk of tokens in each group of rows, verifies the drafts of clients, and
+makes one decode call for the running rows. While the device works on that call, the texts of the
+previous call are delivered.
 
 ``EngineLoop.wake`` is the lock: other threads submit and cancel requests at any time. The device's
 state belongs to this thread alone, and is used without the lock.
@@ -52,7 +52,8 @@ class EngineLoop:
         choice: the rule that chooses a draft by load.
         clients: the rows of clients that draft elsewhere.
         handles: the handles of unfinished requests.
-        wake: the lock of all of these. The thread sleeps on it until there is something to do.
+        wake: the lock of the scheduler, of the clients and handles, and of whatever this thread
+            changes for others to read. The thread sleeps on it until there is something to do.
         closing: whether the thread is to end.
         error: the error that ended the thread; None: there was none.
     """
@@ -78,9 +79,9 @@ class EngineLoop:
         self.device, self.sizes, self.scheduler = device, device.sizes, scheduler
         self._config, self._together = config, together
         self._groups = groups_of(config.target.mesh)
-        # Reentrant, because the compiler's thread calls `_programs_changed` with the lock, which
-        # takes it again. A handle has a lock of its own: it is taken after this one, never before,
-        # so the two cannot deadlock.
+        # The lock is reentrant: the compiler's thread holds it when it calls `_programs_changed`,
+        # and that method acquires it again. A handle has a lock of its own, which is acquired after
+        # this one, never before, so the two cannot deadlock.
         self.wake = threading.Condition(threading.RLock())
         self.programs = Programs(device.programs(config.placeholder_settings()), self.wake)
         seconds: dict[tuple[int, int], float] = {}
@@ -90,19 +91,20 @@ class EngineLoop:
             self.programs.compile_stage(0, "compiling for the first request")
         self.choice = DraftChoice(config.choices, seconds)
         self._draft = str(config.choices[0] or "none")  # the draft of the newest call
-        # The request whose text each row of the device has. The scheduler may be ahead of it.
+        # For each row, the request that was last admitted on the device. The scheduler may already
+        # have given the row to another one.
         self._admitted: list[Request | None] = [None] * self.sizes.rows
         self._undelivered: list[tuple[Handle, RowProgress]] = []
         # Prompts whose log-probabilities are still on the device.
-        self._unread: list[tuple[Handle, PrefillChunk, int, Any]] = []
-        # The device's counters of each row after the newest call: they begin at 0 with each new
+        self._undelivered_logprobs: list[tuple[Handle, PrefillChunk, int, Any]] = []
+        # The device's counters of each row after the newest call. They begin at 0 with each new
         # text.
-        self._counted = copies_of(Stats.zeros(self.sizes.rows, device.depth))
+        self._device_stats = copies_of(Stats.zeros(self.sizes.rows, device.depth))
         self._total = Totals(drafted_at=[0] * device.depth, accepted_at=[0] * device.depth)
         # The seconds of catching up that no decode call has been charged with yet.
         self._uncharged = 0.0
         self._pending = 0  # tokens that a paused drafter has yet to read, at most, in any row
-        self._counts = {"read": 0, "shared": 0, "calls": 0}
+        self._counters = {"read": 0, "shared": 0, "calls": 0}
         self.handles: dict[Request, Handle] = {}
         self.clients = Clients(device, scheduler, self.wake)
         self.closing = False
@@ -134,6 +136,7 @@ class EngineLoop:
         """
         needs = None if options.logprobs is None else "logprobs"
         needs = needs if options.matcher is None else "grammars"
+        # The log-probabilities of a prompt need every token's logits, so no prefix is shared.
         shares = 0 if options.echo else None
         with self.wake:
             self.check_open()
@@ -177,10 +180,10 @@ class EngineLoop:
                 running=len(scheduler.running),
                 free_pages=scheduler.free_pages,
                 pages=self.sizes.pages * self._groups,
-                prompt_tokens_read=self._counts["read"],
-                prompt_tokens_shared=self._counts["shared"],
+                prompt_tokens_read=self._counters["read"],
+                prompt_tokens_shared=self._counters["shared"],
                 preemptions=scheduler.preemptions,
-                decode_calls=self._counts["calls"],
+                decode_calls=self._counters["calls"],
                 generated=self._total.generated,
                 drafted_steps=self._total.drafted_steps,
                 drafted=self._total.drafted,
@@ -198,11 +201,11 @@ class EngineLoop:
         try:
             while True:
                 with self.wake:
-                    to_time = None
+                    untimed = None
                     while not (self._has_work() or self.closing):
                         if (
                             self.programs.error is not None
-                            or (to_time := self._next_to_time()) is not None
+                            or (untimed := self._next_untimed()) is not None
                         ):
                             break
                         self.wake.wait(self._seconds_until_idle())
@@ -212,20 +215,21 @@ class EngineLoop:
                         raise self.programs.error
                 # Time one program per turn, so that a new request waits for one at most. Without
                 # the lock, because the call takes as long as several decoding steps.
-                if to_time is not None:
+                if untimed is not None:
                     seconds = self.device.time_decoding(
-                        self._config.placeholder_settings(), *to_time
+                        self._config.placeholder_settings(), *untimed
                     )
                     with self.wake:
-                        self.choice.seconds[to_time] = seconds
+                        self.choice.seconds[untimed] = seconds
                     self._pending = 0
                     continue
-                has_read = self._read_prompts()
+                has_prefilled = self._prefill_prompts()
                 self.clients.verify()
                 if not self._decode():
-                    # If a chunk was just queued, do not wait for it: queue the next one first.
-                    self._deliver(wait=not has_read)
-            self._deliver()  # the tokens of the last call are the callers', too
+                    # If this turn queued a chunk of prefill, deliver only what is ready, so that
+                    # the next turn can queue another chunk without waiting.
+                    self._deliver(wait=not has_prefilled)
+            self._deliver()  # the tokens of the last call, too
         except _ClosedError:
             pass
         except BaseException as error:
@@ -245,19 +249,20 @@ class EngineLoop:
                 handle.end("error" if self.error else "cancelled", self.error)
             self.clients.end("the engine failed" if self.error else "the engine is closed")
             if self._together is not None and self.error is None:
-                # Not after a failure: then the others wait until a supervisor ends this process.
+                # After a failure here the other processes are not told to stop: they wait until a
+                # supervisor ends this process.
                 self._together.end()
             self.device.release()
 
     def _has_work(self) -> bool:
         """Return whether anything is to be prefilled, decoded, verified or delivered.
 
-        It needs the lock.
+        It gives rows to waiting requests first (`Scheduler.can_go_on`). It needs the lock.
         """
         return (
             self.scheduler.can_go_on()
             or self.clients.has_work
-            or bool(self._undelivered or self._unread)
+            or bool(self._undelivered or self._undelivered_logprobs)
         )
 
     def _seconds_until_idle(self) -> float | None:
@@ -271,8 +276,8 @@ class EngineLoop:
     def _programs_changed(self) -> None:
         """Adjust the scheduler to the programs that are compiled now.
 
-        The rows in use are limited to the widest compiled program, and requests whose programs are
-        ready are not held back any more.
+        The rows in use are limited to the width of the widest compiled program of plain decoding.
+        Requests whose programs are ready are not held back any more.
         """
         ready = [
             width
@@ -301,10 +306,10 @@ class EngineLoop:
             needs.append("clients")
         return needs
 
-    def _next_to_time(self) -> tuple[int, int] | None:
+    def _next_untimed(self) -> tuple[int, int] | None:
         """Return a width and a drafter's index that were not timed yet.
 
-        None: all are timed, a program is not compiled yet, or a row is in use.
+        None: all are timed, a program is not compiled yet, a row is in use, or a request waits.
         """
         if not self.programs.are_all_ready or self.scheduler.occupied or self.scheduler.waiting:
             return None
@@ -321,13 +326,14 @@ class EngineLoop:
         if handle is not None:
             handle.end("cancelled")
 
-    def _read_prompts(self) -> bool:
-        """Prefill up to a chunk of the prompts, and return whether there was anything to prefill.
+    def _prefill_prompts(self) -> bool:
+        """Prefill up to a chunk of tokens per group, and return whether there was any to prefill.
 
-        A turn prefills no more than a chunk even if no row decodes. So requests that ask only for
-        the log-probabilities of a prompt are answered in every turn.
+        Several short chunks may fit into the width of one. The limit also holds if no row decodes:
+        requests with ``max_new_tokens`` of 0 get their results at the end of a turn, so a turn must
+        be short.
         """
-        remaining, has_read = self.sizes.chunk, False
+        remaining, has_prefilled = self.sizes.chunk, False
         while remaining >= self.sizes.read_widths[0]:
             # Wait before the scheduler decides, because requests may be cancelled meanwhile.
             self.device.wait_for_reads()
@@ -340,13 +346,13 @@ class EngineLoop:
                 table = self.scheduler.table.copy()
             if not chosen:
                 break
-            has_read = True
+            has_prefilled = True
             chunks = [chunk for chunk, _, _ in chosen]
             for chunk, _, row_text in chosen:
                 if row_text is not None:
                     self._admitted[chunk.row] = chunk.request
-                    for counts in vars(self._counted).values():
-                        counts[chunk.row] = 0
+                    for values in vars(self._device_stats).values():
+                        values[chunk.row] = 0
                     self.device.admit(chunk.row, row_text, chunk.start, chunk.prefix_state)
             echoed = [
                 (recipient, chunk)
@@ -354,7 +360,7 @@ class EngineLoop:
                 if isinstance(recipient, Handle) and recipient.output_options.echo
             ]
             prefix_state, logprobs, features = self._read(chunks, table, logprobs=bool(echoed))
-            self._unread += [
+            self._undelivered_logprobs += [
                 (handle, chunk, self._group(chunk), logprobs) for handle, chunk in echoed
             ]
             # The device makes calls in the order of their queueing. So rows may share the pages of
@@ -362,11 +368,11 @@ class EngineLoop:
             with self.wake:
                 for chunk, recipient, _ in chosen:
                     try:
-                        self._was_read(chunk, prefix_state, features)
+                        self._chunk_queued(chunk, prefix_state, features)
                     except Exception as error:  # only this text ends
                         self._give_up(chunk.request, recipient, error)
             remaining -= max(chunk.width for chunk in chunks)
-        return has_read
+        return has_prefilled
 
     def _prepared(
         self, chunks: Sequence[PrefillChunk]
@@ -391,7 +397,10 @@ class EngineLoop:
         return chosen
 
     def _row_text(self, request: Request, recipient: Handle | ClientRow) -> device_rows.Text:
-        """Return a request's text and settings as arrays, for its new row on the device."""
+        """Return a request's text and settings as arrays, for its new row on the device.
+
+        It also tells a handle that the row's counters start at 0.
+        """
         tokens = np.zeros(self.sizes.capacity, np.int32)
         tokens[: len(request.tokens)] = request.tokens
         row_text = device_rows.Text(
@@ -404,12 +413,12 @@ class EngineLoop:
             recipient.admitted()
         return row_text
 
-    def _was_read(
+    def _chunk_queued(
         self, chunk: PrefillChunk, prefix_state: Any, features: dict[str, jax.Array]
     ) -> None:
         """Record that a chunk was queued on the device. Needs the lock."""
-        self._counts["read"] += chunk.count
-        self._counts["shared"] += chunk.start if chunk.is_first else 0
+        self._counters["read"] += chunk.count
+        self._counters["shared"] += chunk.start if chunk.is_first else 0
         self.scheduler.was_read(chunk, (prefix_state, np.int32(self._group(chunk))))
         self.clients.was_read(chunk, features)
         if chunk.is_last and chunk.request.state == "done":  # max_new_tokens is 0
@@ -457,7 +466,8 @@ class EngineLoop:
         for_client = any(chunk.request.is_client for chunk in chunks)
         size = max(chunk.width for chunk in chunks)
         if logprobs or not (for_client or self.programs.is_ready("read", size, False, False)):
-            size = self.sizes.chunk  # its program is compiled first
+            # The program of a full chunk is compiled first, and only it has log-probabilities.
+            size = self.sizes.chunk
         return self.device.read(
             table,
             rows=[
@@ -491,8 +501,9 @@ class EngineLoop:
             self._draft = str(self.choice.drafts[index] or "none")
             drafter = self.device.drafters[index]
             # Use short calls while a prompt is being prefilled or a client drafts, because both
-            # wait for this thread. Otherwise the call ends by itself when a row is free. Pages are
-            # allocated for the longest possible call, because the device cannot ask for more.
+            # wait for this thread. Other calls may be long: they end by themselves when a text ends
+            # and a request waits for its row. Pages are allocated for all steps, because the device
+            # cannot ask for more.
             is_short = bool(scheduler.reading) or self.clients.are_drafting
             steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
             depth = drafter.draft_shape.depth
@@ -507,15 +518,16 @@ class EngineLoop:
             for row in scheduler.running:
                 request = requests[row]
                 snapshot[row] = (request, self.handles[request])  # pyright: ignore[reportArgumentType]
-            # Rows without a request, and rows whose new request is not on the device yet. There the
-            # device would go on with the row's former text, and write to the new one's pages.
-            free = np.array(
+            # Retire rows that have no request, and rows whose new request is not admitted on the
+            # device yet. Otherwise the device would continue the old text in such a row, and write
+            # to pages that now belong to the new request.
+            to_retire = np.array(
                 [
                     request is None or request is not self._admitted[row]
                     for row, request in enumerate(requests)
                 ]
             )
-            # If a request waits for a row, the call ends with the first text that does.
+            # If a request waits for a row, the call ends as soon as any text does.
             table, until_any_done = scheduler.table.copy(), scheduler.waiting > 0
         if order is not None:
             self.device.rearrange(order)
@@ -524,15 +536,19 @@ class EngineLoop:
         if self.device.is_busy():
             self._deliver()
             self.device.wait()
-        # A drafter must have read all tokens before it drafts, and a paused one has room for few.
+        # Catch up before a call that drafts, because the drafter must have read all committed
+        # tokens. Also before a paused call whose tokens may not fit into the buffer of pending
+        # tokens, which has room for `ROOM` per row.
         if self._pending and (not pauses or self._pending + steps > ROOM):
             self._catch_up(table)
         if is_masked:
-            progress = self._step_masked(table, free, width, snapshot, logprobs)
-            return self._take(progress, snapshot)
+            progress = self._step_masked(table, to_retire, width, snapshot, logprobs)
+            return self._record_call(progress, snapshot)
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
-        progress = self.device.decode(index, table, free, steps, until_any_done, width, logprobs)
+        progress = self.device.decode(
+            index, table, to_retire, steps, until_any_done, width, logprobs
+        )
         self._pending += steps if pauses else 0
         self._deliver()  # the texts of the previous call, while the device works on this one
         # If the call has ended already, its true time is unknown: the measured seconds are an upper
@@ -540,11 +556,11 @@ class EngineLoop:
         is_upper_bound = progress.done.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
         progress = jax.device_get(progress)
         seconds = time.perf_counter() - started
-        if pauses and nothing_compiles:  # catching up is part of the cost of plain decoding
+        if pauses and nothing_compiles:  # plain decoding makes tokens pending: see `_catch_up`
             seconds, self._uncharged = seconds + self._uncharged, 0.0
         # Calls with log-probabilities run another program, whose time must not count for the draft.
         seconds = None if logprobs or not nothing_compiles else seconds
-        return self._take(
+        return self._record_call(
             progress, snapshot, (width, index), seconds, is_upper_bound=is_upper_bound
         )
 
@@ -561,7 +577,7 @@ class EngineLoop:
     def _step_masked(
         self,
         table: np.ndarray,
-        free: np.ndarray,
+        to_retire: np.ndarray,
         width: int,
         snapshot: Mapping[int, Any],
         logprobs: bool,
@@ -569,7 +585,7 @@ class EngineLoop:
         """Make one masked step with all running rows, and return its progress on the host."""
         matchers: list[Matcher | None] = [None] * width
         for row, (_, handle) in snapshot.items():
-            if not free[row]:
+            if not to_retire[row]:
                 matchers[row] = handle.output_options.matcher
 
         def give_up(row: int, error: Exception) -> None:
@@ -591,10 +607,10 @@ class EngineLoop:
         if index is None or forced_is_longer(forced, len(snapshot), 1 + depth / 2):
             draft = on_host = forced_draft(forced)
         else:
-            draft = self.device.propose(table, free, width)
+            draft = self.device.propose(table, to_retire, width)
             on_host = jax.device_get(replace(draft, q=None))
         legal, _ = legal_tokens(matchers, on_host, vocab_size, give_up)
-        progress = self.device.advance(table, free, draft, legal, width, logprobs)
+        progress = self.device.advance(table, to_retire, draft, legal, width, logprobs)
         self._deliver()  # the texts of the previous call, while the device works on this one
         return jax.device_get(progress)
 
@@ -610,7 +626,7 @@ class EngineLoop:
                 )
 
     def _choose(self) -> tuple[int, int, bool]:
-        """Return the rows to compute, the drafter's index, and whether to report logprobs."""
+        """Return how many rows to compute, the drafter's index, and whether to report logprobs."""
         scheduler = self.scheduler
         running = [
             self.handles[request]
@@ -620,16 +636,17 @@ class EngineLoop:
         if any(handle.output_options.logprobs is not None for handle in running):
             return self.sizes.rows, self.device.reporting, True
         predicted = sum(handle.output_options.prediction > 0 for handle in running) / len(running)
-        # The last drafter copies predictions. If there is none that does, no request has one.
-        copying, ready = len(self.device.drafters) - 1, self.programs.is_ready
+        # If a drafter copies predictions, it is the last one. Without it no request has a
+        # prediction, and the last drafter is one like the others.
+        last, ready = len(self.device.drafters) - 1, self.programs.is_ready
         if predicted:
-            width = next(width for width in self.device.widths_of(copying) if width >= len(running))
-            predicted *= ready("decode", width, copying, False)
+            width = next(width for width in self.device.widths_of(last) if width >= len(running))
+            predicted *= ready("decode", width, last, False)
         if not predicted:
             plain = self.device.plain
             widths = (width for width in self.sizes.widths if ready("decode", width, plain, False))
             width = next(width for width in widths if width >= len(running))
-        indices = [index for index in range(copying + 1) if ready("decode", width, index, False)]
+        indices = [index for index in range(last + 1) if ready("decode", width, index, False)]
         is_measuring = self.programs.are_all_ready
         return (
             width,
@@ -642,8 +659,8 @@ class EngineLoop:
     def _catch_up(self, table: np.ndarray) -> None:
         """Give the paused drafter its pending tokens.
 
-        The next decode call of plain decoding, which made them pending, is charged with the
-        seconds.
+        The seconds count as part of the next call of plain decoding, because such calls are what
+        makes tokens pending.
         """
         if not self.programs.wait_for("catch_up"):
             raise self.programs.error or _ClosedError
@@ -656,44 +673,47 @@ class EngineLoop:
         self._pending = 0
 
     def _compact(self, width: int) -> np.ndarray | None:
-        """Return an order of rows that puts all running ones into the first ``width``.
+        """Move all running rows into the first ``width``, and return the new order of the rows.
 
-        None: they are there already.
+        The scheduler and this thread's lists have that order afterwards; the caller must rearrange
+        the device's rows. None: the running rows are there already, and nothing changes.
         """
         running = self.scheduler.running
         if max(running) < width:
             return None
-        # A decode call computes the first rows alone. The device moves its rows before that call,
-        # and tables that are copied from now on have the new order.
+        # A decode call computes only the first rows. Tables that are copied from now on have the
+        # new order.
         order = np.array(
             [*running, *(row for row in range(self.sizes.rows) if row not in set(running))],
             np.int32,
         )
         self.scheduler.swap(order.tolist())
         self._admitted = [self._admitted[row] for row in order]
-        self._counted = Stats(*(counts[order] for counts in vars(self._counted).values()))
+        self._device_stats = Stats(*(values[order] for values in vars(self._device_stats).values()))
         return order
 
-    def _take(
+    def _record_call(
         self,
         progress: device_rows.Progress,
         snapshot: Mapping[int, Any],
-        call: tuple[int, int] | None = None,
+        width_and_drafter: tuple[int, int] | None = None,
         seconds: float | None = None,
         is_upper_bound: bool = False,
     ) -> bool:
         """Record the tokens and the time of a decode call. Return whether a text still runs.
 
-        ``call`` is its width and the index of its drafter, for `DraftChoice.record`; None: the call
-        says nothing about free text.
+        ``width_and_drafter``, for `DraftChoice.record`, has the number of rows and the index of the
+        drafter; None: the call says nothing about free text.
         """
-        is_copying = call is not None and isinstance(self.choice.drafts[call[1]], Copies)
+        is_copying = width_and_drafter is not None and isinstance(
+            self.choice.drafts[width_and_drafter[1]], Copies
+        )
         with self.wake:
-            self._counts["calls"] += 1
+            self._counters["calls"] += 1
             rows, copying_rows = [], []
             for row, (request, handle) in snapshot.items():
                 try:
-                    self._take_row(progress, row, request, handle)
+                    self._record_row(progress, row, request, handle)
                 except Exception as error:  # only this text ends
                     self._give_up(request, handle, error)
                     continue
@@ -701,31 +721,34 @@ class EngineLoop:
                 if handle.output_options.prediction:
                     copying_rows.append(row)
             # Count all rows at once, because a few numpy operations per row would delay the device.
-            new = difference(progress.stats, self._counted, rows)
-            measured = (
-                difference(progress.stats, self._counted, copying_rows) if is_copying else new
+            stats = difference(progress.stats, self._device_stats, rows)
+            # A draft that copies predictions is judged by the rows that have one.
+            of_draft = (
+                difference(progress.stats, self._device_stats, copying_rows)
+                if is_copying
+                else stats
             )
-            self._counted = copies_of(progress.stats)
-            self._total.add(new)
-            if call is not None:
+            self._device_stats = copies_of(progress.stats)
+            self._total.add(stats)
+            if width_and_drafter is not None:
                 self.choice.record(
-                    *call,
+                    *width_and_drafter,
                     seconds=seconds,
                     is_upper_bound=is_upper_bound,
-                    steps=int(new.steps.max(initial=0)),
-                    row_steps=int(measured.steps.sum()),
-                    emitted=int(measured.histogram.sum(axis=0) @ np.arange(self.device.depth + 2)),
-                    accepted_at=measured.accepted_at.sum(axis=0),
+                    steps=int(stats.steps.max(initial=0)),
+                    row_steps=int(of_draft.steps.sum()),
+                    emitted=int(of_draft.histogram.sum(axis=0) @ np.arange(self.device.depth + 2)),
+                    accepted_at=of_draft.accepted_at.sum(axis=0),
                 )
             return bool(self.scheduler.running)
 
-    def _take_row(
+    def _record_row(
         self, progress: device_rows.Progress, row: int, request: Request, handle: Handle
     ) -> None:
         """Record the new tokens of one row. Needs the lock."""
         matched = 0 if progress.matched is None else int(progress.matched[row])
         handle.take_stats(
-            Stats(*(counts[row : row + 1] for counts in vars(progress.stats).values())), matched
+            Stats(*(values[row : row + 1] for values in vars(progress.stats).values())), matched
         )
         if self.scheduler.request_of(row) is request:  # it was not cancelled meanwhile
             row_progress = self._row_progress(progress, row, request, handle)
@@ -746,12 +769,12 @@ class EngineLoop:
         start, length = len(request.tokens), int(progress.lengths[row])
         if not start <= length <= request.max_length:
             raise RuntimeError(
-                f"row {row}: the device has {length} tokens of a text that had {start} before and"
-                f" may have {request.max_length}"
+                f"row {row}: the device has {length} tokens; the text had {start} before this call,"
+                f" and its limit is {request.max_length}"
             )
         if progress.starts[row] != start:
             raise RuntimeError(
-                f"row {row}: the device began with {progress.starts[row]} tokens of a text that has"
+                f"row {row}: the device began with {progress.starts[row]} tokens, but the text has"
                 f" {start}"
             )
         count = length - start
@@ -774,15 +797,19 @@ class EngineLoop:
         """Detokenize the new tokens, and deliver them to the handles and to clients.
 
         Args:
-            wait: whether to wait for arrays that are still being computed; otherwise only those
-                that are ready are delivered.
+            wait: whether to wait for the log-probabilities and the hidden states of prompts that
+                are still being computed; otherwise their delivery ends at the first that is not
+                ready. New tokens of texts are on the host already.
         """
         self.clients.deliver(wait)
-        while self._unread and (wait or self._unread[0][3].chosen.is_ready()):
-            handle, chunk, group, logprobs = self._unread.pop(0)
+        while self._undelivered_logprobs:
+            handle, chunk, group, logprobs = self._undelivered_logprobs[0]
+            if not (wait or logprobs.chosen.is_ready()):
+                break
+            del self._undelivered_logprobs[0]
             try:
                 of_group = [np.asarray(values)[group] for values in vars(logprobs).values()]
-                _check_finite(chunk, of_group[0][: chunk.count])
+                _check_logprobs(chunk, of_group[0][: chunk.count])
                 tokens = chunk.request.tokens[chunk.start + 1 : chunk.start + 1 + chunk.count]
                 handle.prompt_read(
                     chunk.start,
@@ -792,7 +819,7 @@ class EngineLoop:
                 with self.wake:
                     self._give_up(chunk.request, handle, error)
         # A prompt's log-probabilities come before the tokens of its text.
-        prompt_pending = {handle for handle, *_ in self._unread}
+        prompt_pending = {handle for handle, *_ in self._undelivered_logprobs}
         index = 0
         while index < len(self._undelivered):
             handle, row_progress = self._undelivered[index]
@@ -814,8 +841,8 @@ class EngineLoop:
                     self.handles.pop(handle.request, None)
 
 
-def _check_finite(chunk: PrefillChunk, chosen: np.ndarray) -> None:
-    """Raise `LogitsError` if the target's logits, and so the log-probabilities, were not finite."""
+def _check_logprobs(chunk: PrefillChunk, chosen: np.ndarray) -> None:
+    """Raise `LogitsError` if a log-probability is NaN, because the target's logits were wrong."""
     if np.isnan(chosen).any():
         raise LogitsError([chunk.row], [chunk.start + 1 + int(np.argmax(np.isnan(chosen)))])
 

@@ -3,30 +3,36 @@
 The scheduler computes nothing. It decides which chunks to prefill and how far rows may grow; the
 engine does that on the device and reports the results.
 
-**Rows.** Waiting requests get rows in the order of their submission. Only requests that wait for a
-program to be compiled are passed by later ones.
+**Rows.** Waiting requests get rows in the order of their submission. Later requests pass only those
+that wait for a program to be compiled, and those of clients whose owner has all its rows.
 
-**Preemption.** If the pages run out, the newest request is preempted. It loses its row and pages,
-but no text: it waits, and is prefilled again with its output so far as part of its prompt. The
-oldest request always finishes, because it is preempted last, and because `Scheduler.submit` refuses
-a request that needs more pages than there are.
+**Preemption.** If a row needs pages and its shard has none free, prefixes that no row uses are
+evicted, and then the rows of inactive clients are taken. If that is not enough, the newest request
+of the shard is preempted. It loses its row and pages, but no text: it waits, and is prefilled again
+with its output so far as part of its prompt. Without clients, the oldest request of a shard always
+finishes: it is preempted last, and `Scheduler.submit` refuses a request that needs more pages than
+there are.
 
 **Chunked prefill.** The prompts in rows take turns, one chunk at a time. The prompt with the fewest
-chunks left comes first, so a short prompt does not wait for a long one. After `MAX_PASSED` chunks
-of others it is the turn of the oldest prompt, so none waits for ever.
+chunks left comes first, so a short prompt does not wait for a long one. After
+`MAX_CHUNKS_BEFORE_OLDEST` chunks of others it is the turn of the oldest prompt, so none waits for
+ever.
 
 **Clients.** A client drafts on another machine and holds its row: after the prefill its text grows
 only when the client sends a draft. Such a row may be lost in two ways.
 
 - It is *dropped* for good if the client is disconnected ("away") and another request needs the row
-  or pages. The longest away goes first. The row of a connected client is dropped only if a request
-  with a row needs pages, and the client's request is newer or all other rows are held by clients,
-  who may stay inactive for long. The client has to open a row again.
+  or pages. The client that has been away for the longest goes first. A connected client loses its
+  row only for pages that a row of its shard needs (perhaps its own), and only in two cases: its
+  request is the newest of the shard; or all rows of the shard are held by clients, except the row
+  that needs pages. In the second case the newest of the clients' requests is dropped, because
+  clients may stay inactive for long. The client has to open a row again.
 - It is *suspended* if the client is idle, that is, could draft but has not for ``idle_seconds``,
   and another request needs the row or pages. The client's next draft puts its request at the end of
   the queue. When the request has a row, its text is prefilled again, and no waiting request takes
-  the row before the draft is verified. So each turn advances a client, and the queue moves whenever
-  a text ends or a client becomes idle.
+  the row before the draft is verified, unless the client disconnects. So, as long as there are
+  pages, a client that gets a row has at least one draft verified. The queue moves whenever a text
+  ends or a client becomes idle.
 
 The clients of one owner have at most ``client_rows`` rows at a time. Their further requests wait,
 and requests of others pass them.
@@ -44,7 +50,7 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.serving.pages import PagePool, Prefix, chunk_key
 
-MAX_PASSED = 3
+MAX_CHUNKS_BEFORE_OLDEST = 3
 """The number of chunks of newer prompts that may be prefilled before one of the oldest prompt."""
 
 
@@ -70,11 +76,12 @@ class Request:
         cached: the number of prompt tokens that prefix caching saved.
         is_client: whether it is a client's request.
         owner: the client's owner, whose clients share a limit of rows. Empty: there is no limit.
-        away: when the client was disconnected, as a count of departures; None: it is connected.
+        away: a number that is larger for clients that were disconnected later; None: the client is
+            connected.
         idle_since: since when the client could draft and has not, by the scheduler's clock; None:
             it cannot draft now, or it has drafted.
-        needs: the programs that it needs compiled, see `Scheduler.hold_back`; None: those of all
-            requests.
+        needs: the programs that it needs compiled, see `Scheduler.hold_back`; None: only those that
+            every request needs.
         salt: the scope of prefix caching. Only prompts with the same salt share prefixes.
     """
 
@@ -113,8 +120,8 @@ class PrefillChunk:
         width: the number of tokens to compute, padding included.
         count: the number of tokens of the prompt in the chunk.
         is_first: whether the request is new in the row. Its first ``start`` tokens are shared.
-        is_last: whether the prompt is prefilled after this chunk. Its last token is left out,
-            because the first decoding step computes it.
+        is_last: whether this is the prompt's last chunk. It ends before the prompt's last token,
+            which the first decoding step reads.
         prefix_state: the prefix state at ``start`` if ``is_first``, as passed to
             `Scheduler.was_read`; None at 0.
     """
@@ -130,20 +137,26 @@ class PrefillChunk:
 
 
 @dataclass
-class _RowHolder:
+class _RowContents:
     """The contents of a row that is in use.
 
     Attributes:
         request: the request that has the row.
-        read: the number of tokens that are prefilled; None: the first chunk was not scheduled yet.
+        prefilled: the number of tokens that are prefilled, or whose prefill is queued on the
+            device; None: the first chunk was not scheduled yet.
         prefixes: the prefixes that it shares.
         pages: the pages after those, which belong to this row alone.
     """
 
     request: Request
-    read: int | None = None
+    prefilled: int | None = None
     prefixes: list[Prefix] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+
+    @property
+    def all_pages(self) -> list[int]:
+        """The pages of the row's text, in order."""
+        return [*(page for prefix in self.prefixes for page in prefix.pages), *self.pages]
 
 
 class Scheduler:
@@ -152,7 +165,7 @@ class Scheduler:
     It is not thread-safe: the engine calls it with its lock.
 
     Attributes:
-        table: ``[rows, n]`` int32, the block table: the pages of each row, as
+        table: ``[rows, n]`` int32, the page tables of all rows, as
             `specjax.models.cache.PagedCache` stores them.
         preemptions: the number of preemptions of all requests.
         suspensions: how often a request of an idle client was suspended.
@@ -214,14 +227,14 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._prefix_states = prefix_states
         self._pools = [PagePool(pages, prefix_states) for _ in range(shards)]
-        self._rows: list[_RowHolder | None] = [None] * rows
+        self._rows: list[_RowContents | None] = [None] * rows
         self._max_rows, self._held_back = rows, frozenset[str]()
         self._waiting: list[Request] = []
         self._submitted = 0
         # Per shard, the chunks of newer prompts since the last chunk of the oldest one.
-        self._passed = [0] * shards
-        self._ahead = page  # the argument of the newest call of `reserve`
-        self._departures = 0
+        self._chunks_since_oldest = [0] * shards
+        self._last_ahead = page  # the argument of the newest call of `reserve`
+        self._away_changes = 0  # how often a client was disconnected or connected again
         self._client_rows, self._idle_seconds, self._clock = client_rows, idle_seconds, clock
         self._suspended: set[Request] = set()
         self._scheduled_at = clock()  # when rows were given out last
@@ -263,8 +276,8 @@ class Scheduler:
         length = len(tokens) if prompt_length is None else prompt_length
         if not tokens or max_new_tokens < 0:
             raise InputError(
-                f"prompt of {len(tokens)} tokens, max_new_tokens={max_new_tokens}: must be at least"
-                " 1, and at least 0"
+                f"prompt of {len(tokens)} tokens, max_new_tokens={max_new_tokens}: the prompt must"
+                " have at least 1 token, and max_new_tokens must be at least 0"
             )
         if length + max_new_tokens > self._capacity:
             raise InputError(
@@ -281,11 +294,14 @@ class Scheduler:
                 " pages"
             )
         # Rows that a waiting request may take count as free.
-        in_use = sum(row is not None and not self._may_lose_row(row.request) for row in self._rows)
-        free = max(0, self._max_rows - in_use)
+        in_use = sum(
+            contents is not None and not self._may_lose_row(contents.request)
+            for contents in self._rows
+        )
+        free_rows = max(0, self._max_rows - in_use)
         if (
             self._max_waiting is not None
-            and (queue_length := self._queue_length()) >= self._max_waiting + free
+            and (queue_length := self._queue_length()) >= self._max_waiting + free_rows
         ):
             raise QueueFullError(
                 f"{queue_length} requests wait, and the queue is full (max_waiting); try again"
@@ -311,7 +327,7 @@ class Scheduler:
         elif request.state == "suspended":
             self._suspended.remove(request)
         elif request.row is not None:
-            self._leave(request)
+            self._free_row(request)
         else:
             return
         request.state = "cancelled"
@@ -331,8 +347,8 @@ class Scheduler:
     def set_away(self, request: Request, is_away: bool) -> None:
         """Note that a client is disconnected ("away"), or connected again."""
         if is_away != (request.away is not None):
-            self._departures += 1
-            request.away = self._departures if is_away else None
+            self._away_changes += 1
+            request.away = self._away_changes if is_away else None
 
     def may_draft(self, request: Request) -> None:
         """Note that a client can send its next draft: from now on it may become idle."""
@@ -363,10 +379,10 @@ class Scheduler:
         """
         if not self._waiting:
             return None
-        requests = [self._holder(row).request for row in self.held]
+        requests = [self._contents(row).request for row in self.held]
         starts = [request.idle_since for request in requests if request.idle_since is not None]
-        # This includes clients that became idle after rows were last given out. Otherwise the
-        # engine's thread would sleep on, because nothing else wakes it.
+        # The clients that were not idle yet when rows were last given out. If one has become idle
+        # since, the result is 0, because nothing else would wake the engine's thread.
         pending = [start for start in starts if self._scheduled_at - start < self._idle_seconds]
         return max(0.0, min(pending) + self._idle_seconds - self._clock()) if pending else None
 
@@ -375,9 +391,10 @@ class Scheduler:
         return self._submitted - 1
 
     def _queue_length(self) -> int:
-        """Return the number of waiting requests, as far as they count for ``max_waiting``.
+        """Return the length of the queue, to compare with ``max_waiting``.
 
-        Of one owner's clients at most ``client_rows`` count, so that it cannot fill the queue.
+        At most ``client_rows`` waiting requests of one owner count, so that one owner cannot fill
+        the queue for others.
         """
         if self._client_rows is None:
             return len(self._waiting)
@@ -391,101 +408,114 @@ class Scheduler:
     def next_reads(self, budget: int | None = None) -> list[PrefillChunk]:
         """Return the chunks to prefill now, at most one per shard.
 
-        Free rows are given to waiting requests first. Chunks begin at multiples of ``chunk``,
-        whether or not a prefix is shared, so prefix caching does not change how a text is rounded.
-        With several shards, all chunks are computed with the width of the widest.
+        Free rows are given to waiting requests first. Chunks begin at multiples of ``chunk``. So a
+        prompt is cut into the same chunks with and without a shared prefix, and rounding is the
+        same. With several shards, all chunks are computed with the width of the widest.
 
         Args:
             budget: the largest number of tokens to compute per chunk; None: no limit.
         """
         self._give_rows()
-        chunks = [self._next_read(shard, budget) for shard in range(len(self._pools))]
+        chunks = [self._next_chunk(shard, budget) for shard in range(len(self._pools))]
         return [chunk for chunk in chunks if chunk is not None]
 
     def was_read(self, chunk: PrefillChunk, prefix_state: Any) -> None:
-        """Note that the engine has prefilled a chunk, and cache it as a prefix if it is full.
+        """Note that a chunk was queued on the device, and cache it as a prefix if it is full.
+
+        The device makes calls in order, so later calls may use the pages although the chunk may not
+        be computed yet.
 
         Args:
             chunk: the chunk.
             prefix_state: the prefix state at its end.
         """
-        row = self._rows[chunk.row]
-        if row is None or row.request is not chunk.request:  # the request was cancelled meanwhile
+        contents = self._rows[chunk.row]
+        # The request may have been cancelled meanwhile, and the row may have another one.
+        if contents is None or contents.request is not chunk.request:
             return
-        row.read = chunk.start + chunk.count
+        contents.prefilled = end = chunk.start + chunk.count
         if chunk.count == self._chunk:
-            above = row.prefixes[-1] if row.prefixes else None
-            key = chunk_key(chunk.request.tokens, chunk.start, row.read, chunk.request.salt)
-            count = self._chunk // self._page
-            row.prefixes.append(
-                self._pool(chunk.row).register(above, key, tuple(row.pages[:count]), prefix_state)
-            )
-            del row.pages[:count]
+            above = contents.prefixes[-1] if contents.prefixes else None
+            key = chunk_key(chunk.request.tokens, chunk.start, end, chunk.request.salt)
+            pages_per_chunk = self._chunk // self._page
+            pages = tuple(contents.pages[:pages_per_chunk])
+            prefix = self._pool(chunk.row).register(above, key, pages, prefix_state)
+            contents.prefixes.append(prefix)
+            del contents.pages[:pages_per_chunk]
             # The pages change if another row has cached the same chunk meanwhile.
-            self._fill(chunk.row)
+            self._write_table_row(chunk.row)
         if chunk.is_last and chunk.request.is_client:
             chunk.request.state = "held"
         elif chunk.is_last and chunk.request.max_new_tokens:
             chunk.request.state = "running"
         elif chunk.is_last:
-            self._leave(chunk.request)
+            self._free_row(chunk.request)
             chunk.request.state = "done"
 
     def can_go_on(self) -> bool:
         """Give rows to waiting requests, and return whether any row can be prefilled or decoded."""
         self._give_rows()
-        return any(self._holder(row).request.state != "held" for row in self._occupied)
+        return any(self._contents(row).request.state != "held" for row in self._occupied)
 
     def _give_rows(self) -> None:
-        """Give rows to the queue's head, in the shard that will have the most pages left."""
+        """Give rows to waiting requests, each in the shard that will have the most pages left."""
         self._scheduled_at = self._clock()
         while request := self._next_waiting():
-            if self._has_all_its_rows(request.owner):
+            if self._is_at_row_limit(request.owner):
                 # Idle before away: a suspended client continues by itself, a dropped one must open
                 # a row again.
                 self._take_client_row(self._rows_of(request.owner), is_idle_first=True)
                 continue
-            free = [row for row, holder in enumerate(self._rows) if holder is None]
+            free = [row for row, contents in enumerate(self._rows) if contents is None]
             # While wider programs are being compiled, some free rows cannot be used.
             free = free if self.occupied < self._max_rows else []
             if not free:
                 if not self._take_client_row(self._occupied):
                     return
                 continue
-            # Of shards with as many pages left, the one with the fewest requests.
-            shards = {self._shard(row) for row in free}
+            # Among shards with equally many pages left, take the one with the fewest requests.
             shard = max(
-                shards, key=lambda shard: (self._left(shard), -len(self._of_shard(shard)), -shard)
+                {self._shard(row) for row in free},
+                key=lambda shard: (
+                    self._pages_after_prefill(shard),
+                    -len(self._of_shard(shard)),
+                    -shard,
+                ),
             )
             row = next(row for row in free if self._shard(row) == shard)
-            # The rows in use will grow, too. A request without enough pages for all would be
-            # preempted at once.
-            holders = [self._holder(index) for index in self._of_shard(shard)]
-            missing = [self._missing(holder, self._goal(holder.request)) for holder in holders]
+            # Leave pages for the next decode call of the rows in this shard. Otherwise they would
+            # lack pages at once, and this request, as the newest, would be preempted.
+            in_shard = [self._contents(used) for used in self._of_shard(shard)]
+            missing = [
+                self._missing(contents, self._entries_after_call(contents.request))
+                for contents in in_shard
+            ]
             needed = self._pages_needed(request, shard) + sum(max(0, pages) for pages in missing)
-            if holders and self._pools[shard].available < needed:
+            if in_shard and self._pools[shard].available < needed:
                 if not self._take_client_row(self._of_shard(shard)):
                     return
                 continue
             self._waiting.remove(request)
             request.state, request.row = "reading", row
-            self._rows[row] = _RowHolder(request)
+            self._rows[row] = _RowContents(request)
 
     def _next_waiting(self) -> Request | None:
         """Return the first waiting request that is not held back and whose owner may have a row."""
         for request in self._waiting:
             if request.needs in self._held_back:
                 continue
-            rows = self._rows_of(request.owner) if self._has_all_its_rows(request.owner) else []
-            if not rows or any(self._may_lose_row(self._holder(row).request) for row in rows):
+            rows = self._rows_of(request.owner) if self._is_at_row_limit(request.owner) else []
+            if not rows or any(self._may_lose_row(self._contents(row).request) for row in rows):
                 return request
         return None
 
     def _rows_of(self, owner: str) -> list[int]:
         """Return the rows of the clients of an ``owner``."""
-        return [row for row in self._occupied if owner and self._holder(row).request.owner == owner]
+        return [
+            row for row in self._occupied if owner and self._contents(row).request.owner == owner
+        ]
 
-    def _has_all_its_rows(self, owner: str) -> bool:
+    def _is_at_row_limit(self, owner: str) -> bool:
         """Return whether the clients of an ``owner`` have as many rows as they may."""
         return (
             bool(owner)
@@ -497,19 +527,26 @@ class Scheduler:
         """Return whether a client's row may be taken for a request that waits."""
         return request.away is not None or self.is_idle(request)
 
-    def _goal(self, request: Request) -> int:
-        """Return the largest number of KV entries of a text after the next decode call."""
-        return min(len(request.tokens) - 1 + self._ahead, request.max_length - 1)
+    def _entries_after_call(self, request: Request) -> int:
+        """Return the largest number of KV entries of a text after a decode call like the last one.
+
+        Before the first call of `reserve`, a page of new tokens is assumed.
+        """
+        return min(len(request.tokens) - 1 + self._last_ahead, request.max_length - 1)
 
     def _pages_needed(self, request: Request, shard: int) -> int:
-        """Return the pages that a ``request`` would need beside the shared ones that are in use."""
+        """Return how many of the available pages a ``request`` would take.
+
+        Cached prefixes that a row uses cost nothing. Those that no row uses count, because
+        `PagePool.available` has their pages.
+        """
         chain = self._prefixes_of(request, shard)
         shared = sum(len(prefix.pages) for prefix in chain if prefix.holders)
         pages = len(request.tokens) // self._page + 1
-        if any(self._holder(row).request.state == "held" for row in self._of_shard(shard)):
+        if any(self._contents(row).request.state == "held" for row in self._of_shard(shard)):
             # Clients may hold their pages for long. So a request starts only with pages for its
             # first decode call as well, because it might not get them later.
-            pages = max(pages, -(-self._goal(request) // self._page))
+            pages = max(pages, -(-self._entries_after_call(request) // self._page))
         return pages - shared
 
     def _prefixes_of(self, request: Request, shard: int) -> list[Prefix]:
@@ -520,56 +557,65 @@ class Scheduler:
             max_reused = min(request.shares, len(request.tokens) - 1)
         return self._pools[shard].find(request.tokens, self._chunk, max_reused, request.salt)
 
-    def _left(self, shard: int) -> int:
+    def _pages_after_prefill(self, shard: int) -> int:
         """Return the pages that a ``shard`` will have left when its prompts are prefilled."""
-        holders = [self._holder(row) for row in self._of_shard(shard)]
-        missing = [self._missing(holder, len(holder.request.tokens) - 1) for holder in holders]
+        in_shard = [self._contents(row) for row in self._of_shard(shard)]
+        missing = [
+            self._missing(contents, len(contents.request.tokens) - 1) for contents in in_shard
+        ]
         return self._pools[shard].available - sum(max(0, pages) for pages in missing)
 
-    def _next_read(self, shard: int, budget: int | None) -> PrefillChunk | None:
-        """Return the next chunk to prefill in a ``shard``; None: none that fits the budget."""
+    def _next_chunk(self, shard: int, budget: int | None) -> PrefillChunk | None:
+        """Return the next chunk to prefill in a ``shard``.
+
+        None: no prompt is being prefilled, the chunk does not fit the budget, or its row was taken
+        because there are too few pages.
+        """
         reading = [
-            row for row in self._of_shard(shard) if self._holder(row).request.state == "reading"
+            row for row in self._of_shard(shard) if self._contents(row).request.state == "reading"
         ]
         if not reading:
             return None
-        reading.sort(key=lambda row: self._holder(row).request.order)
-        oldest = index = reading[0]  # `min` below also returns the oldest of several equals
-        if self._passed[shard] < MAX_PASSED:
-            index = min(reading, key=self._chunks_left)
-        row = self._holder(index)
-        request, to_read = row.request, len(row.request.tokens) - 1
-        if is_first := row.read is None:
+        reading.sort(key=lambda row: self._contents(row).request.order)
+        oldest = row = reading[0]  # `min` below also returns the oldest of several equals
+        if self._chunks_since_oldest[shard] < MAX_CHUNKS_BEFORE_OLDEST:
+            row = min(reading, key=self._chunks_remaining)
+        contents = self._contents(row)
+        request, to_read = contents.request, len(contents.request.tokens) - 1
+        if is_first := contents.prefilled is None:
             chain = self._prefixes_of(request, shard)
             start = len(chain) * self._chunk
             if not request.preemptions:  # afterwards it may find prefixes that it has cached itself
                 request.cached = start
         else:
-            chain, start = row.prefixes, row.read or 0
+            chain, start = contents.prefixes, contents.prefilled or 0
         count = min(to_read - start, self._chunk)
         width = next(width for width in self._widths if width >= count)
-        # Nothing has changed so far: the same chunk is found again in the next turn.
+        # Nothing has changed so far, so the next turn begins with the same chunk.
         if budget is not None and width > budget:
             return None
         if is_first:
             self._pools[shard].go_on_from(chain)
-            row.prefixes, row.read = chain, start
-            self._fill(index)
-        if not self._grow(index, start + count):
+            contents.prefixes, contents.prefilled = chain, start
+            self._write_table_row(row)
+        if not self._grow(row, start + count):
             return None
         prefix_state = chain[-1].prefix_state if is_first and chain else None
-        self._passed[shard] = 0 if index == oldest else self._passed[shard] + 1
+        if row == oldest:
+            self._chunks_since_oldest[shard] = 0
+        else:
+            self._chunks_since_oldest[shard] += 1
         return PrefillChunk(
-            request, index, start, width, count, is_first, start + count == to_read, prefix_state
+            request, row, start, width, count, is_first, start + count == to_read, prefix_state
         )
 
-    def _chunks_left(self, index: int) -> int:
-        """Return the number of chunks left to prefill in a row, at least 1: one may be empty."""
-        row = self._holder(index)
-        start = row.read
+    def _chunks_remaining(self, row: int) -> int:
+        """Return the number of chunks still to prefill in a row, at least 1: one may be empty."""
+        contents = self._contents(row)
+        start = contents.prefilled
         if start is None:
-            start = len(self._prefixes_of(row.request, self._shard(index))) * self._chunk
-        return max(1, -(-(len(row.request.tokens) - 1 - start) // self._chunk))
+            start = len(self._prefixes_of(contents.request, self._shard(row))) * self._chunk
+        return max(1, -(-(len(contents.request.tokens) - 1 - start) // self._chunk))
 
     # --- decoding ---------------------------------------------------------------------------------
 
@@ -579,14 +625,15 @@ class Scheduler:
         Returns:
             The requests that were preempted for that, oldest first.
         """
-        self._ahead = ahead
-        before = {self._holder(row).request for row in self._occupied}
-        # The oldest first, so that no row grows that is then preempted for an older one.
-        for index in sorted(self.running, key=lambda row: self._holder(row).request.order):
-            row = self._rows[index]
-            if row is None:  # it was preempted for an older one
+        self._last_ahead = ahead
+        before = {self._contents(row).request for row in self._occupied}
+        # The oldest first: otherwise a newer row could get pages, and be preempted a moment later
+        # for an older one.
+        for row in sorted(self.running, key=lambda row: self._contents(row).request.order):
+            contents = self._rows[row]
+            if contents is None:  # it was preempted for an older one
                 continue
-            self._grow(index, self._goal(row.request))
+            self._grow(row, self._entries_after_call(contents.request))
         return sorted(
             (request for request in before if request.state == "waiting"),
             key=lambda request: request.order,
@@ -596,28 +643,28 @@ class Scheduler:
         """Allocate pages for ``ahead`` more tokens in a held row, within its maximal length.
 
         Returns:
-            False if the row was dropped, because there are not enough pages.
+            False if the row was lost, because there are not enough pages.
         """
         assert request.row is not None
         return self._grow(request.row, min(len(request.tokens) - 1 + ahead, request.max_length - 1))
 
     def decoded(self, row: int, tokens: Sequence[int], done: bool) -> None:
         """Append new ``tokens`` to the text of a row, and free the row if the text is ``done``."""
-        request = self._holder(row).request
+        request = self._contents(row).request
         request.tokens.extend(tokens)
         if done:
-            self._leave(request)
+            self._free_row(request)
             request.state = "done"
 
     def swap(self, order: Sequence[int]) -> None:
         """Reorder the rows as on the device: row i becomes the former row ``order[i]``.
 
-        Rows stay within their shards.
+        ``order`` must keep every row within its shard.
         """
         self._rows = [self._rows[row] for row in order]
         self.table = self.table[list(order)]
-        for index in self._occupied:
-            self._holder(index).request.row = index
+        for row in self._occupied:
+            self._contents(row).request.row = row
 
     def clear(self) -> None:
         """Cancel all requests, and free all rows and pages.
@@ -627,7 +674,7 @@ class Scheduler:
         for request in [
             *self._waiting,
             *self._suspended,
-            *(row.request for row in self._rows if row is not None),
+            *(contents.request for contents in self._rows if contents is not None),
         ]:
             request.state, request.row = "cancelled", None
         self._waiting.clear()
@@ -641,7 +688,7 @@ class Scheduler:
         """Check that requests, rows, pages and the table agree.
 
         Raises:
-            RuntimeError: Two of them contradict each other. The message says which.
+            RuntimeError: They do not agree. The message says what is wrong.
         """
         orders = [request.order for request in self._waiting]
         is_waiting = all(
@@ -659,36 +706,30 @@ class Scheduler:
                 "suspended: a request in this set still has a row, or is in another state"
             )
         for shard, pool in enumerate(self._pools):
-            holders = [self._holder(row) for row in self._of_shard(shard)]
-            prefixes = [prefix for holder in holders for prefix in holder.prefixes]
-            pool.check([page for holder in holders for page in holder.pages], prefixes)
-        for index, row in enumerate(self._rows):
-            self._check_row(index, row)
+            in_shard = [self._contents(row) for row in self._of_shard(shard)]
+            prefixes = [prefix for contents in in_shard for prefix in contents.prefixes]
+            pool.check([page for contents in in_shard for page in contents.pages], prefixes)
+        for row, contents in enumerate(self._rows):
+            self._check_row(row, contents)
 
-    def _check_row(self, index: int, row: _RowHolder | None) -> None:
+    def _check_row(self, row: int, contents: _RowContents | None) -> None:
         """Raise RuntimeError if a row does not agree with its request or its line of the table."""
-        if row is None:
-            pages = []
-        else:
-            pages = [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
+        pages = [] if contents is None else contents.all_pages
         unused = self.table.shape[1] - len(pages)
-        if self.table[index].tolist() != pages + [self._pool(index).total] * unused:
-            raise RuntimeError(f"row {index}: the table does not have the pages {pages}")
-        if row is None:
+        if self.table[row].tolist() != pages + [self._pool(row).total] * unused:
+            raise RuntimeError(f"row {row}: the table does not have the pages {pages}")
+        if contents is None:
             return
-        request = row.request
-        if request.row != index or request.state not in ("reading", "running", "held"):
-            raise RuntimeError(f"row {index}: its request is {request.state}, in row {request.row}")
+        request, prefilled = contents.request, contents.prefilled or 0
+        if request.row != row or request.state not in ("reading", "running", "held"):
+            raise RuntimeError(f"row {row}: its request is {request.state}, in row {request.row}")
         if request.idle_since is not None and request.state != "held":
+            raise RuntimeError(f"row {row}: its request is {request.state}, but idle_since is set")
+        length = len(request.tokens)
+        if length > request.max_length or not 0 <= prefilled < max(length, 1):
             raise RuntimeError(
-                f"row {index}: its request is {request.state}, but idle_since is set"
-            )
-        if len(request.tokens) > request.max_length or not 0 <= (row.read or 0) < max(
-            len(request.tokens), 1
-        ):
-            raise RuntimeError(
-                f"row {index}: {row.read or 0} of {len(request.tokens)} tokens are read, and the"
-                f" limit is {request.max_length}"
+                f"row {row}: {prefilled} of {length} tokens are read, and the limit is"
+                f" {request.max_length}"
             )
 
     # --- the state --------------------------------------------------------------------------------
@@ -709,7 +750,7 @@ class Scheduler:
         return self._in_state("held")
 
     def _in_state(self, state: str) -> list[int]:
-        return [row for row in self._occupied if self._holder(row).request.state == state]
+        return [row for row in self._occupied if self._contents(row).request.state == state]
 
     @property
     def occupied(self) -> int:
@@ -733,48 +774,54 @@ class Scheduler:
 
     def request_of(self, row: int) -> Request | None:
         """Return the request that has a row, or None."""
-        holder = self._rows[row]
-        return None if holder is None else holder.request
+        contents = self._rows[row]
+        return None if contents is None else contents.request
 
     # --- pages ------------------------------------------------------------------------------------
 
-    def _grow(self, index: int, tokens: int) -> bool:
-        """Allocate pages for ``tokens`` tokens in a row, and preempt other requests if necessary.
+    def _grow(self, row: int, tokens: int) -> bool:
+        """Allocate pages for ``tokens`` tokens in a row, and take other rows if necessary.
+
+        The rows of inactive clients are taken first, and then that of `_victim`.
 
         Returns:
-            False if the row itself was preempted, as the newest.
+            False if the row itself was taken: its request was preempted, dropped or suspended.
         """
-        row, pool = self._holder(index), self._pool(index)
-        missing = self._missing(row, tokens)
+        contents, pool = self._contents(row), self._pool(row)
+        missing = self._missing(contents, tokens)
         if missing <= 0:
             return True
         while (pages := pool.take(missing)) is None:
-            rows = self._of_shard(self._shard(index))
+            rows = self._of_shard(self._shard(row))
             if self._take_client_row(rows):
-                if self._rows[index] is not row:  # it was this row
+                if self._rows[row] is not contents:  # it was this row
                     return False
                 continue
-            victim = self._victim(index, rows)
-            self._remove(self._holder(victim).request)
-            if victim == index:
+            victim = self._victim(row, rows)
+            self._remove(self._contents(victim).request)
+            if victim == row:
                 return False
-        row.pages += pages
-        self._fill(index)
+        contents.pages += pages
+        self._write_table_row(row)
         return True
 
-    def _missing(self, row: _RowHolder, tokens: int) -> int:
+    def _missing(self, contents: _RowContents, tokens: int) -> int:
         """Return how many more pages ``tokens`` tokens need; not positive if there are enough."""
-        present = len(row.prefixes) * (self._chunk // self._page) + len(row.pages)
+        present = len(contents.prefixes) * (self._chunk // self._page) + len(contents.pages)
         return -(-tokens // self._page) - present
 
-    def _victim(self, index: int, rows: Sequence[int]) -> int:
-        """Return which of ``rows`` loses its pages for row ``index``, one of them: the newest."""
+    def _victim(self, growing: int, rows: Sequence[int]) -> int:
+        """Return the row to take so that the row ``growing`` gets pages.
+
+        It is the one of ``rows`` with the newest request, which may be ``growing`` itself. There is
+        one exception: the only row that no client holds is not taken for its own growth.
+        """
         of_clients = set(rows) & set(self.held)
-        if index not in of_clients and len(of_clients) == len(rows) - 1 and of_clients:
-            # All other rows are clients', who may stay inactive for long. If this row, the only one
-            # that can finish by itself, were preempted, nothing would advance.
+        # The row ``growing`` can finish by itself, but clients may stay inactive for long. If it
+        # were preempted, nothing would advance. So the newest of the clients' rows is taken.
+        if growing not in of_clients and len(of_clients) == len(rows) - 1 and of_clients:
             rows = list(of_clients)
-        return max(rows, key=lambda row: self._holder(row).request.order)
+        return max(rows, key=lambda row: self._contents(row).request.order)
 
     def _take_client_row(self, rows: Sequence[int], is_idle_first: bool = False) -> bool:
         """Take the row of an inactive client among ``rows``, and return False if there is none.
@@ -782,7 +829,7 @@ class Scheduler:
         It is the client that has been away for the longest; or, if none is away, the one that has
         been idle for the longest. With ``is_idle_first``, idle clients come before those away.
         """
-        requests = [self._holder(row).request for row in rows]
+        requests = [self._contents(row).request for row in rows]
         away = [(request.away, request) for request in requests if request.away is not None]
         idle = [
             (request.idle_since, request)
@@ -797,7 +844,7 @@ class Scheduler:
 
     def _suspend(self, request: Request) -> None:
         """Take the row of an idle client's request, until the client's next draft."""
-        self._leave(request)
+        self._free_row(request)
         request.state = "suspended"
         self._suspended.add(request)
         self.suspensions += 1
@@ -807,53 +854,51 @@ class Scheduler:
         if request.state != "held" and request.away is None:
             self._preempt(request)
             return
-        self._leave(request)
+        self._free_row(request)
         request.state = "dropped"
         self.dropped.append(request)
 
     def _preempt(self, request: Request) -> None:
         """Take the row of a ``request``, and put it back into the queue in its original order."""
         assert request.row is not None
-        # A request without pages loses no work, and does not count as preempted. It loses its row
-        # so that it does not pass an older request that was preempted.
-        if self._holder(request.row).read is not None:
+        # If no chunk was scheduled yet, no work is lost, and nothing is counted. The row is taken
+        # all the same, so that the request does not start before an older one that was preempted.
+        if self._contents(request.row).prefilled is not None:
             request.preemptions += 1
             self.preemptions += 1
-        self._leave(request)
+        self._free_row(request)
         request.state = "waiting"
         insort(self._waiting, request, key=lambda queued: queued.order)
 
-    def _leave(self, request: Request) -> None:
+    def _free_row(self, request: Request) -> None:
         """Free the row and the pages of a request."""
-        index = request.row
-        assert index is not None
-        row, pool = self._holder(index), self._pool(index)
-        # The last chunk first. It is then the least recently used one, and is evicted before the
-        # chunks above it, without which it is of no use.
-        for prefix in row.prefixes[::-1]:
+        row = request.row
+        assert row is not None
+        contents, pool = self._contents(row), self._pool(row)
+        # The last chunk first, so that it counts as the least recently used one.
+        for prefix in contents.prefixes[::-1]:
             pool.let_go(prefix)
-        pool.give_back(row.pages)
-        # That page does not exist, so later calls write nothing for the row. The call that the
-        # device is at may still write to the old pages, but it ends before any call that has a
-        # table in which they are another row's.
-        self.table[index] = pool.total
-        self._rows[index] = None
+        pool.give_back(contents.pages)
+        # ``total`` is not the number of a page, so later calls write nothing for this row. The call
+        # that is running now may still write to the old pages. That is safe, because calls run in
+        # order: it ends before any call whose table gives these pages to another row.
+        self.table[row] = pool.total
+        self._rows[row] = None
         request.row = request.idle_since = None
 
-    def _fill(self, index: int) -> None:
+    def _write_table_row(self, row: int) -> None:
         """Write the pages of a row to its line of the table."""
-        row = self._holder(index)
-        pages = [page for prefix in row.prefixes for page in prefix.pages] + row.pages
-        self.table[index, : len(pages)] = pages
+        pages = self._contents(row).all_pages
+        self.table[row, : len(pages)] = pages
 
     @property
     def _occupied(self) -> list[int]:
-        return [index for index, row in enumerate(self._rows) if row is not None]
+        return [row for row, contents in enumerate(self._rows) if contents is not None]
 
-    def _holder(self, index: int) -> _RowHolder:
-        row = self._rows[index]
-        assert row is not None
-        return row
+    def _contents(self, row: int) -> _RowContents:
+        contents = self._rows[row]
+        assert contents is not None
+        return contents
 
     def _of_shard(self, shard: int) -> list[int]:
         """Return the rows of a ``shard`` that have a request."""

@@ -766,8 +766,8 @@ CATALOGUE = (
     Mutant(
         name="dynamic-tree-scores-without-parents",
         file="specjax/drafters/expansion.py",
-        old="scores = jnp.where(\n    growth.going[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf\n)",
-        new="scores = jnp.where(growth.going[:, None, None], children.scores, -jnp.inf)",
+        old="scores = jnp.where(\n    growth.is_growing[:, None, None], parent_scores[..., None] + children.scores, -jnp.inf\n)",
+        new="scores = jnp.where(growth.is_growing[:, None, None], children.scores, -jnp.inf)",
         tests=(
             "tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",
         ),
@@ -1386,8 +1386,8 @@ CATALOGUE = (
     Mutant(
         name="the-oldest-gives-way",
         file="specjax/serving/scheduler.py",
-        old="return max(rows, key=lambda row: self._holder(row).request.order)",
-        new="return min(rows, key=lambda row: self._holder(row).request.order)",
+        old="return max(rows, key=lambda row: self._contents(row).request.order)",
+        new="return min(rows, key=lambda row: self._contents(row).request.order)",
         tests=(
             "tests/serving/test_scheduler.py::test_the_newest_gives_way_and_is_read_again_with_its_tokens",
         ),
@@ -1396,8 +1396,8 @@ CATALOGUE = (
     Mutant(
         name="the-longest-prompt-is-read-first",
         file="specjax/serving/scheduler.py",
-        old="index = min(reading, key=self._chunks_left)",
-        new="index = max(reading, key=self._chunks_left)",
+        old="row = min(reading, key=self._chunks_remaining)",
+        new="row = max(reading, key=self._chunks_remaining)",
         tests=(
             "tests/serving/test_scheduler.py::test_the_prompt_with_the_fewest_pieces_left_comes_first",
         ),
@@ -1406,7 +1406,7 @@ CATALOGUE = (
     Mutant(
         name="a-long-prompt-waits-for-ever",
         file="specjax/serving/scheduler.py",
-        old="if self._passed[shard] < MAX_PASSED:",
+        old="if self._chunks_since_oldest[shard] < MAX_CHUNKS_BEFORE_OLDEST:",
         new="if True:",
         tests=("tests/serving/test_scheduler.py::test_nobody_is_passed_more_often_than_is_said",),
         breaks="Short prompts that come all the time keep a long one from being read.",
@@ -1424,8 +1424,8 @@ CATALOGUE = (
     Mutant(
         name="prompts-are-read-whole",
         file="specjax/serving/scheduler.py",
-        old="request, to_read = row.request, len(row.request.tokens) - 1",
-        new="request, to_read = row.request, len(row.request.tokens)",
+        old="request, to_read = contents.request, len(contents.request.tokens) - 1",
+        new="request, to_read = contents.request, len(contents.request.tokens)",
         tests=("tests/serving/test_scheduler.py::test_a_prompt_is_read_but_for_its_last_token",),
         breaks="The last token of a prompt is read with it, and again by the first step.",
     ),
@@ -1442,8 +1442,8 @@ CATALOGUE = (
     Mutant(
         name="a-full-line-takes-one-more",
         file="specjax/serving/scheduler.py",
-        old="and (queue_length := self._queue_length()) >= self._max_waiting + free",
-        new="and (queue_length := self._queue_length()) > self._max_waiting + free",
+        old="and (queue_length := self._queue_length()) >= self._max_waiting + free_rows",
+        new="and (queue_length := self._queue_length()) > self._max_waiting + free_rows",
         tests=("tests/serving/test_scheduler.py::test_a_full_line_refuses",),
         breaks="One request more waits than may.",
     ),
@@ -1480,7 +1480,7 @@ CATALOGUE = (
     Mutant(
         name="rows-of-left-pages-stay-in-the-table",
         file="specjax/serving/scheduler.py",
-        old="self.table[index] = pool.total",
+        old="self.table[row] = pool.total",
         new="pass",
         tests=(
             "tests/serving/test_scheduler.py::test_unused_entries_of_the_table_are_out_of_range",

@@ -873,7 +873,7 @@ def test_whoever_waits_learns_of_a_failure_that_left_rows_and_pages_in_disorder(
             engine._loop.scheduler._rows[0].prefixes = [None]
             raise ValueError("the device is gone")
 
-        engine._loop._take = fail
+        engine._loop._record_call = fail
         handles = submit_together(engine, [GREEDY] * 3)
         for handle in handles:
             with pytest.raises(EngineError):
@@ -987,7 +987,7 @@ def test_a_text_whose_own_state_is_broken_ends_alone(target, plain, monkeypatch,
     with pytest.raises(EngineError) as caught:
         first.result(PATIENCE)
     assert str(caught.value.__cause__).startswith(
-        ("no such token", "row 0: the device has 1 tokens of a text that had 3")
+        ("no such token", "row 0: the device has 1 tokens; the text had 3")
     )
     check_text(target, DRAWN, second)
     check_text(target, GREEDY, third)

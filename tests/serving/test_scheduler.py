@@ -40,6 +40,12 @@ def pages_of(scheduler: Scheduler, row: int) -> list[int]:
     return [page for page in scheduler.table[row].tolist() if page < scheduler._pools[0].total]
 
 
+def request_in(scheduler: Scheduler, row: int) -> Request:
+    request = scheduler.request_of(row)
+    assert request is not None
+    return request
+
+
 def finish(scheduler: Scheduler, request: Request) -> None:
     assert request.row is not None
     scheduler.decoded(request.row, [0], done=True)
@@ -69,7 +75,8 @@ def test_nobody_passes_the_head_of_the_line() -> None:
     running = scheduler.submit([1] * 6, max_new_tokens=2)
     read_all(scheduler)
     assert len(pages_of(scheduler, 0)) == 3
-    # It needs two pages for a chunk and one after it, and the running text needs one.
+    # `long` needs three pages: two for its first chunk, and one for the rest. The running text
+    # needs one more. Only two are free.
     long = scheduler.submit([2] * 5, max_new_tokens=2)
     short = scheduler.submit([3], max_new_tokens=1)
     assert read_all(scheduler) == []
@@ -117,10 +124,12 @@ def test_nobody_is_passed_more_often_than_is_said() -> None:
     assert order == [*[False, False, False, True] * 2, True]
 
 
-def test_whose_beginning_is_known_has_fewer_pieces_left() -> None:
+def test_a_cached_prefix_counts_for_the_order_of_prefill() -> None:
     scheduler = make_scheduler(rows=2, pages=32)
     text = list(range(13))
-    finish(scheduler, (scheduler.submit(text, max_new_tokens=1), read_all(scheduler))[0])
+    first = scheduler.submit(text, max_new_tokens=1)
+    read_all(scheduler)
+    finish(scheduler, first)
     middle = scheduler.submit([1] * 7, max_new_tokens=1)
     cached = scheduler.submit([*text, 7], max_new_tokens=1)
     order = [(read.request, read.start) for read in read_all(scheduler)]
@@ -200,14 +209,15 @@ def test_the_largest_text_that_pages_hold_is_served() -> None:
 
 def test_a_full_line_refuses() -> None:
     scheduler = make_scheduler(rows=1, max_waiting=1)
-    scheduler.submit([1], max_new_tokens=1)  # gets the free row
+    # No row is given yet: both requests wait, and the free row counts for one of them.
+    scheduler.submit([1], max_new_tokens=1)
     scheduler.submit([2], max_new_tokens=1)
     with pytest.raises(QueueFullError, match="max_waiting"):
         scheduler.submit([3], max_new_tokens=1)
     read_all(scheduler)
     with pytest.raises(QueueFullError, match="1 requests wait"):
         scheduler.submit([3], max_new_tokens=1)
-    finish(scheduler, scheduler.request_of(0) or pytest.fail("the row is free"))
+    finish(scheduler, request_in(scheduler, 0))
     read_all(scheduler)
     scheduler.submit([3], max_new_tokens=1)
     assert scheduler.waiting == 1
@@ -299,7 +309,7 @@ def test_who_reads_gives_way_to_the_older_who_run() -> None:
     assert (scheduler.running, old.state, new.state) == ([0], "running", "waiting")
 
 
-def test_whoever_gives_way_is_not_passed_by_one_who_has_a_row_and_no_pages_yet() -> None:
+def test_a_preempted_request_comes_before_a_newer_one_with_a_row_but_no_pages() -> None:
     scheduler = make_scheduler(rows=3, pages=7, capacity=14)
     first = scheduler.submit([1] * 3, max_new_tokens=9)
     second = scheduler.submit([2] * 2, max_new_tokens=9)
@@ -325,7 +335,7 @@ def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
     third = scheduler.submit([3] * 4, max_new_tokens=2)
     read_all(scheduler)
     assert third.state == "waiting"
-    finish(scheduler, scheduler.request_of(0) or pytest.fail("the row is free"))
+    finish(scheduler, request_in(scheduler, 0))
     read_all(scheduler)
     assert third.state == "running"
 
@@ -333,7 +343,7 @@ def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
 # --- prefixes -------------------------------------------------------------------------------------
 
 
-def starts(reads: Sequence[PrefillChunk]) -> list[tuple[int, Any]]:
+def first_chunks(reads: Sequence[PrefillChunk]) -> list[tuple[int, Any]]:
     return [(read.start, read.prefix_state) for read in reads if read.is_first]
 
 
@@ -343,7 +353,7 @@ def test_a_common_beginning_is_read_once() -> None:
     for token in range(4):
         scheduler.submit([*common, 9, token], max_new_tokens=2)
     reads = read_all(scheduler)
-    assert starts(reads) == [(0, None)] + [(8, tuple(common))] * 3
+    assert first_chunks(reads) == [(0, None)] + [(8, tuple(common))] * 3
     assert sum(read.count for read in reads) == 9 + 3
     assert {tuple(pages_of(scheduler, row)[:4]) for row in range(4)} == {
         tuple(pages_of(scheduler, 0)[:4])
@@ -356,7 +366,7 @@ def test_a_prefix_holds_only_where_the_token_after_it_is_the_same() -> None:
     for after in (5, 6, 5):
         scheduler.submit([1, 2, 3, 4, after, 9], max_new_tokens=2)
     # The third one comes before the second, because it has less left to read.
-    assert starts(read_all(scheduler)) == [(0, None), (4, (1, 2, 3, 4)), (0, None)]
+    assert first_chunks(read_all(scheduler)) == [(0, None), (4, (1, 2, 3, 4)), (0, None)]
     assert pages_of(scheduler, 0)[:2] == pages_of(scheduler, 2)[:2] != pages_of(scheduler, 1)[:2]
 
 
@@ -366,7 +376,7 @@ def test_a_text_goes_on_from_a_prefix_and_extends_it() -> None:
     for length, start in ((5, 0), (10, 4), (13, 8), (13, 12), (14, 12)):
         request = scheduler.submit(text[:length], max_new_tokens=1)
         reads = read_all(scheduler)
-        assert starts(reads) == [(start, tuple(text[:start]) or None)]
+        assert first_chunks(reads) == [(start, tuple(text[:start]) or None)]
         assert sum(read.count for read in reads) == length - 1 - start
         finish(scheduler, request)
 
@@ -381,7 +391,7 @@ def test_a_prompt_that_is_known_is_not_read_at_all() -> None:
     assert (second.is_first, second.is_last) == (True, True)
 
 
-def test_a_prompt_that_is_read_anew_has_its_borders_again_from_then_on() -> None:
+def test_prefix_states_that_were_dropped_are_stored_again_after_a_new_prefill() -> None:
     """Check two prompts of three chunks, with room for the prefix states of three chunks."""
     scheduler = make_scheduler(prefix_states=3, pages=24)
     ones, twos = [1] * 13, [2] * 13
@@ -405,7 +415,7 @@ def test_what_was_generated_is_no_prefix() -> None:
     scheduler.reserve(8)
     scheduler.decoded(0, [4, 5, 6, 7], done=True)
     scheduler.submit([1, 2, 3, 4, 5, 6], max_new_tokens=1)
-    assert starts(read_all(scheduler)) == [(0, None)]
+    assert first_chunks(read_all(scheduler)) == [(0, None)]
 
 
 def test_prefixes_go_when_pages_are_needed_and_never_one_that_is_held() -> None:
@@ -422,11 +432,11 @@ def test_prefixes_go_when_pages_are_needed_and_never_one_that_is_held() -> None:
     assert (in_use.preemptions, scheduler.free_pages) == (0, 0)
     finish(scheduler, long)
     again = scheduler.submit([2] * 5, max_new_tokens=1)
-    assert starts(read_all(scheduler)) == [(4, (2,) * 4)]
+    assert first_chunks(read_all(scheduler)) == [(4, (2,) * 4)]
     for request in (in_use, again):
         finish(scheduler, request)
     scheduler.submit([1] * 5, max_new_tokens=1)
-    assert starts(read_all(scheduler)) == [(0, None)]
+    assert first_chunks(read_all(scheduler)) == [(0, None)]
 
 
 # --- cancelling -----------------------------------------------------------------------------------
@@ -457,7 +467,7 @@ def test_requests_are_cancelled_in_every_state_and_twice() -> None:
     assert (scheduler.idle, scheduler.running, scheduler.free_pages) == (True, [], 16)
 
 
-def test_what_is_read_of_a_cancelled_request_is_not_told_of_the_next_in_its_row() -> None:
+def test_a_chunk_of_a_cancelled_request_is_not_recorded_for_the_next_request_in_its_row() -> None:
     scheduler = make_scheduler(rows=1)
     cancelled = scheduler.submit([1] * 5, max_new_tokens=2)
     (read,) = scheduler.next_reads()
@@ -473,7 +483,7 @@ def test_what_is_read_of_a_cancelled_request_is_not_told_of_the_next_in_its_row(
     scheduler.submit([1] * 5, max_new_tokens=2)
     scheduler.was_read(second, prefix_state=None)
     finish(scheduler, following)
-    assert starts(read_all(scheduler)) == [(0, None)]
+    assert first_chunks(read_all(scheduler)) == [(0, None)]
 
 
 # --- rows that are rearranged, and shards ---------------------------------------------------------
@@ -504,13 +514,13 @@ def test_shards_have_their_own_pages_prefixes_and_reads() -> None:
     for read in reads:
         scheduler.was_read(read, prefix_state=read.row)
     # Each continues from the prefix in its own shard.
-    assert starts(read_all(scheduler)) == [(4, 0), (4, 2)]
+    assert first_chunks(read_all(scheduler)) == [(4, 0), (4, 2)]
     assert [request.row for request in requests] == [0, 2, 1, 3]
     assert pages_of(scheduler, 0)[:2] == pages_of(scheduler, 1)[:2] == pages_of(scheduler, 2)[:2]
     finish(scheduler, requests[0])
     finish(scheduler, requests[2])
     following = scheduler.submit([1] * 6, max_new_tokens=2)
-    assert starts(read_all(scheduler)) == [(4, 0)]
+    assert first_chunks(read_all(scheduler)) == [(4, 0)]
     assert following.row == 0
 
 
@@ -568,7 +578,7 @@ def test_where_a_shard_is_short_of_pages_the_other_gives_nobody_up() -> None:
 # --- clients --------------------------------------------------------------------------------------
 
 
-def held(scheduler: Scheduler, *requests: Request) -> None:
+def read_all_and_hold(scheduler: Scheduler, *requests: Request) -> None:
     read_all(scheduler)
     assert [request.state for request in requests] == ["held"] * len(requests)
 
@@ -576,7 +586,7 @@ def held(scheduler: Scheduler, *requests: Request) -> None:
 def test_a_client_holds_its_row_and_is_not_decoded() -> None:
     scheduler = make_scheduler()
     request = scheduler.submit([1] * 6, max_new_tokens=4, is_client=True)
-    held(scheduler, request)
+    read_all_and_hold(scheduler, request)
     assert (scheduler.running, scheduler.held, scheduler.occupied) == ([], [0], 1)
     assert (scheduler.idle, scheduler.can_go_on()) == (True, False)
     assert scheduler.make_room(request, ahead=3)
@@ -592,7 +602,7 @@ def test_a_text_that_is_begun_in_its_middle_keeps_its_limit() -> None:
     scheduler = make_scheduler(capacity=8)
     request = scheduler.submit([1] * 7, max_new_tokens=5, prompt_length=3, is_client=True)
     assert request.max_length == 8
-    held(scheduler, request)
+    read_all_and_hold(scheduler, request)
     assert scheduler.make_room(request, ahead=20)
     assert len(pages_of(scheduler, 0)) == 4
 
@@ -621,7 +631,9 @@ def test_a_text_that_was_preempted_finds_what_was_read_under_its_salt() -> None:
 
 def test_only_so_much_is_shared_as_may_be() -> None:
     scheduler = make_scheduler(rows=1, pages=12)
-    finish(scheduler, (scheduler.submit([1] * 13, max_new_tokens=1), read_all(scheduler))[0])
+    first = scheduler.submit([1] * 13, max_new_tokens=1)
+    read_all(scheduler)
+    finish(scheduler, first)
     for shares, start in ((0, 0), (3, 0), (4, 4), (11, 8), (None, 12)):
         request = scheduler.submit([1] * 13, max_new_tokens=1, shares=shares)
         assert read_all(scheduler)[0].start == start
@@ -633,7 +645,7 @@ def test_the_client_that_is_away_for_the_longest_is_dropped_for_who_waits() -> N
     first, second, third = (
         scheduler.submit([token, token], max_new_tokens=2, is_client=True) for token in range(3)
     )
-    held(scheduler, first, second, third)
+    read_all_and_hold(scheduler, first, second, third)
     waiting = scheduler.submit([4, 4], max_new_tokens=2)
     assert not scheduler.can_go_on()  # all clients are connected
     scheduler.set_away(third, True)
@@ -652,7 +664,7 @@ def test_the_client_that_is_away_for_the_longest_is_dropped_for_who_waits() -> N
 def test_a_client_that_is_away_is_dropped_for_pages() -> None:
     scheduler = make_scheduler(rows=3, pages=8)
     client = scheduler.submit([1] * 8, max_new_tokens=4, is_client=True)
-    held(scheduler, client)
+    read_all_and_hold(scheduler, client)
     waiting = scheduler.submit([2] * 9, max_new_tokens=4)
     assert not scheduler.can_go_on()
     scheduler.set_away(client, True)
@@ -707,7 +719,7 @@ def test_a_client_whose_text_is_being_read_is_preempted() -> None:
 def test_rows_of_clients_that_are_away_count_as_free_for_those_who_wait() -> None:
     scheduler = make_scheduler(rows=1, max_waiting=0)
     client = scheduler.submit([1, 1], max_new_tokens=1, is_client=True)
-    held(scheduler, client)
+    read_all_and_hold(scheduler, client)
     with pytest.raises(QueueFullError):
         scheduler.submit([2], max_new_tokens=1)
     scheduler.set_away(client, True)
@@ -733,7 +745,7 @@ def with_idle_clients(clock: Clock, count: int, **sizes: Any) -> tuple[Scheduler
     clients = [
         scheduler.submit([token] * 6, max_new_tokens=6, is_client=True) for token in range(count)
     ]
-    held(scheduler, *clients)
+    read_all_and_hold(scheduler, *clients)
     for request in clients:
         scheduler.may_draft(request)
         clock.now += 1.0
@@ -784,7 +796,7 @@ def test_a_client_that_was_suspended_comes_back_with_its_text_behind_those_who_w
     assert (client.state, another.state) == ("suspended", "reading")
 
 
-def test_nobody_takes_the_row_of_a_client_that_drafts_or_where_a_row_is_free() -> None:
+def test_a_client_keeps_its_row_while_it_drafts_or_while_another_row_is_free() -> None:
     clock = Clock()
     scheduler, (client,) = with_idle_clients(clock, 1, rows=2)
     running = scheduler.submit([7, 7], max_new_tokens=2)
@@ -808,7 +820,7 @@ def test_a_client_that_is_idle_loses_its_pages_before_any_text_gives_way() -> No
 
 
 def test_a_client_that_becomes_idle_between_two_looks_is_looked_at_once_more() -> None:
-    """Check that the engine does not wait for ever, because nothing else would wake it."""
+    """Check that the time until it is idle is 0: nothing else would wake the engine's thread."""
     clock = Clock()
     scheduler, (client,) = with_idle_clients(clock, 1, idle_seconds=2.0)
     scheduler.submit([7, 7], max_new_tokens=2)
@@ -821,9 +833,10 @@ def test_a_client_that_becomes_idle_between_two_looks_is_looked_at_once_more() -
 
 
 def test_of_one_owners_clients_the_idle_one_goes_before_the_one_that_is_away() -> None:
-    """Check it although rows are free.
+    """Check a third client of an owner who is at the limit, while other rows are free.
 
-    The idle client loses nothing, but the other one would lose its session.
+    The idle client loses nothing if it is suspended, but the one that is away would lose its
+    session.
     """
     clock = Clock()
     scheduler = make_scheduler(rows=4, client_rows=2, clock=clock)
@@ -831,7 +844,7 @@ def test_of_one_owners_clients_the_idle_one_goes_before_the_one_that_is_away() -
         scheduler.submit([token] * 6, max_new_tokens=6, is_client=True, owner="one")
         for token in range(2)
     )
-    held(scheduler, away, idle)
+    read_all_and_hold(scheduler, away, idle)
     scheduler.may_draft(idle)
     scheduler.set_away(away, True)
     clock.now += 10.0
@@ -877,7 +890,10 @@ def test_a_client_that_was_suspended_is_cancelled_and_cleared() -> None:
 
 
 def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> None:
-    """Check it beside requests that come all the time. Each turn makes a text longer."""
+    """Check it while new requests keep arriving.
+
+    Each time that a client gets the row, its text grows by one token.
+    """
     clock = Clock()
     scheduler = make_scheduler(rows=1, pages=32, clock=clock)
     clients = [
@@ -891,7 +907,7 @@ def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> N
         assert request is not None
         turns.append(request)
         if request.is_client:
-            # There is one verdict in each turn.
+            # A client gets one verdict each time that it has the row.
             scheduler.decoded(0, [1], done=len(request.tokens) + 1 == request.max_length)
             scheduler.may_draft(request)
             clock.now += 1.0
@@ -968,7 +984,7 @@ def next_token(tokens: Sequence[int]) -> int:
     return hash(tuple(tokens)) % 7
 
 
-def entry(tokens: Sequence[int], position: int) -> int:
+def expected_entry(tokens: Sequence[int], position: int) -> int:
     """Return what the cache holds at a position.
 
     It depends on all tokens up to the position, and on the token after it.
@@ -989,10 +1005,10 @@ class Expectation:
         return self.prompt + self.shown
 
 
-class Device:
+class Simulation:
     """A made-up device that records what is written into its pages, with random events."""
 
-    ends: tuple[str, ...] = ("done", "cancelled")
+    final_states: tuple[str, ...] = ("done", "cancelled")
 
     def __init__(self, seed: int) -> None:
         self.draw = draw = random.Random(seed)
@@ -1013,8 +1029,8 @@ class Device:
             **sizes, last_widths=self.last_widths, capacity=28, **self.options()
         )
         self.memory: dict[tuple[int, int, int], int] = {}
-        # How many tokens of each prompt were read since the request has its row.
-        self.begun: dict[Request, int] = {}
+        # The number of tokens of each request that were prefilled in its newest row.
+        self.prefilled: dict[Request, int] = {}
         self.expectations: dict[Request, Expectation] = {}
         self.started: list[int] = []
         self.events: Counter[str] = Counter()
@@ -1039,35 +1055,37 @@ class Device:
         for position in range(start, end):
             place = self.place(row, position)
             assert place[1] not in shared, "a shared page is written"
-            self.memory[place] = entry(tokens, position)
+            self.memory[place] = expected_entry(tokens, position)
 
     def check_cache(self, row: int, tokens: Sequence[int], count: int) -> None:
         for position in range(count):
-            assert self.memory.get(self.place(row, position)) == entry(tokens, position), (
+            assert self.memory.get(self.place(row, position)) == expected_entry(tokens, position), (
                 "the cache is not the text's"
             )
 
     def read(self, read: PrefillChunk, budget: int | None) -> None:
         tokens, end = read.request.tokens, read.start + read.count
         assert tokens == self.expectations[read.request].text, "tokens are lost"
-        assert read.start % self.chunk == 0, "off the grid"
+        assert read.start % self.chunk == 0, "a chunk does not begin at a multiple"
         assert read.width == min(
             width for width in (*self.last_widths, self.chunk) if width >= read.count
         )
         assert budget is None or read.width <= budget
         assert read.is_last == (end == len(tokens) - 1)
-        assert read.is_last or read.count == self.chunk, "off the grid"
+        assert read.is_last or read.count == self.chunk, "a chunk is not full"
         self.check_cache(read.row, tokens, read.start)
         self.write(read.row, tokens, read.start, end)
         if read.is_first:
-            assert read.prefix_state == (entry(tokens, read.start - 1) if read.start else None)
+            assert read.prefix_state == (
+                expected_entry(tokens, read.start - 1) if read.start else None
+            )
             self.events["shared"] += read.start > 0
         else:
-            assert self.begun[read.request] == read.start
-        self.begun[read.request] = end
+            assert self.prefilled[read.request] == read.start
+        self.prefilled[read.request] = end
         if self.draw.random() < 0.02:
             self.scheduler.cancel(read.request)
-        self.scheduler.was_read(read, entry(tokens, end - 1) if end else None)
+        self.scheduler.was_read(read, expected_entry(tokens, end - 1) if end else None)
 
     def decode(self, row: int, ahead: int) -> None:
         request = self.scheduler.request_of(row)
@@ -1102,11 +1120,11 @@ class Device:
             )
 
     def swap(self) -> None:
-        share = self.rows // self.shards
+        rows_per_shard = self.rows // self.shards
         order = [
             row
-            for first in range(0, self.rows, share)
-            for row in self.draw.sample(range(first, first + share), share)
+            for first in range(0, self.rows, rows_per_shard)
+            for row in self.draw.sample(range(first, first + rows_per_shard), rows_per_shard)
         ]
         self.scheduler.swap(order)
 
@@ -1167,23 +1185,25 @@ class Device:
             for request in self.expectations
             if request.order < newest and request.state == "waiting"
         ]
-        assert all(request.order in self.started for request in passed), "the head is passed"
-        assert self.started == sorted(self.started), "the head is passed"
-        in_line = [
+        assert all(request.order in self.started for request in passed), (
+            "the head of the queue is passed"
+        )
+        assert self.started == sorted(self.started), "the head of the queue is passed"
+        waiting = [
             request.order
             for request in self.expectations
             if request.state == "waiting" and request not in before
         ]
-        head = min(in_line, default=9**9)
+        head = min(waiting, default=9**9)
         admitted = [request for request in after if request not in before]
-        assert all(request.order < head for request in admitted), "the head is passed"
+        assert all(request.order < head for request in admitted), "the head of the queue is passed"
         for request, shard in before.items():
             if request.row is None:
-                self.events["for pages"] += 1
+                self.events["preempted"] += 1
                 remaining = [holder for holder in after if after[holder] == shard]
-                assert remaining, "the oldest gave way"
+                assert remaining, "the oldest was preempted"
                 assert all(holder.order < request.order for holder in remaining), (
-                    "an older one gave way"
+                    "an older one was preempted"
                 )
 
     def check_pages(self) -> None:
@@ -1202,18 +1222,18 @@ class Device:
             shared = shared_pages(self.scheduler, shard)
             unshared = [page for page in count.elements() if page not in shared]
             assert sorted([*pool._free, *shared, *unshared]) == list(range(self.pages)), (
-                "a page has not one owner"
+                "a page is in no place, or in several: free, a prefix, a row"
             )
             for prefix in pool._prefixes:
                 assert {count[page] for page in prefix.pages} == {prefix.holders}, (
-                    "not as many show it as hold it"
+                    "the rows that use a prefix's pages are not as many as its holders"
                 )
             unheld = sum(len(prefix.pages) for prefix in pool._prefixes if not prefix.holders)
             assert pool.available == len(pool._free) + unheld
 
     def check_end(self) -> None:
         for request, expectation in self.expectations.items():
-            assert request.state in self.ends
+            assert request.state in self.final_states
             assert request.tokens == expectation.text
             text = list(expectation.prompt)
             while len(text) < len(expectation.text):
@@ -1227,13 +1247,13 @@ class Device:
             assert sorted(pool._free) == list(range(self.pages))
 
 
-class WithClients(Device):
+class SimulationWithClients(Simulation):
     """A device on which some texts are clients'.
 
-    Clients verify drafts at any time, and go away and come back, or stay away.
+    Clients have drafts verified at any time, and go away and come back, or stay away.
     """
 
-    ends = ("done", "cancelled", "dropped")
+    final_states = ("done", "cancelled", "dropped")
 
     def submit(self) -> None:
         before = set(self.expectations)
@@ -1254,36 +1274,42 @@ class WithClients(Device):
         ahead, before = self.draw.randint(1, 6), self.holders()
         if self.scheduler.make_room(request, ahead):
             self.decode(request.row or 0, ahead)
-        self.check_left(before)
+        self.check_lost_rows(before)
 
     def check_order(self, before: dict[Request, int]) -> None:
-        self.check_left(before)
+        """Check that in every shard in which a request was preempted another one can go on.
+
+        This replaces the check of `Simulation`, which does not hold with clients.
+        """
+        self.check_lost_rows(before)
         for request, shard in before.items():
             if request.state == "waiting":
                 remaining = [holder for holder, place in self.holders().items() if place == shard]
                 assert any(holder.state != "held" for holder in remaining), "nobody goes on"
 
-    def check_left(self, before: dict[Request, int]) -> None:
+    def check_lost_rows(self, before: dict[Request, int]) -> None:
         after = self.holders()
         for request in self.scheduler.dropped:
             assert request.is_client and request.state == "dropped"
             self.events["dropped"] += 1
-            self.events["dropped, being there"] += request.away is None
+            self.events["dropped while connected"] += request.away is None
             if request.away is None:
                 remaining = [
                     holder
                     for holder in after
                     if after[holder] == before[request] and holder in before
                 ]
-                assert all(holder.away is None for holder in remaining), "one that is away stays"
+                assert all(holder.away is None for holder in remaining), (
+                    "a client that is away keeps its row"
+                )
         self.scheduler.dropped.clear()
         for request in before:
             if request.state == "waiting":
                 assert request.away is None
-                self.events["for pages"] += 1
+                self.events["preempted"] += 1
 
 
-class WithIdleClients(WithClients):
+class SimulationWithIdleClients(SimulationWithClients):
     """A device with idle clients, and with a limited number of rows for each owner."""
 
     def options(self) -> dict[str, Any]:
@@ -1303,7 +1329,7 @@ class WithIdleClients(WithClients):
 
     def step(self) -> None:
         self.clock.now += self.draw.choice([0.0, 0.5, 2.0])
-        Device.step(self)
+        Simulation.step(self)
         for request in [request for request in self.expectations if request.is_client]:
             if self.draw.random() < 0.05:
                 self.scheduler.set_away(request, self.draw.random() < 0.5)
@@ -1315,7 +1341,7 @@ class WithIdleClients(WithClients):
                 self.scheduler.may_draft(request)
             if request.state == "suspended" or request.idle_since is not None:
                 if self.draw.random() < 0.4:
-                    self.events["comes back"] += request.state == "suspended"
+                    self.events["resumed"] += request.state == "suspended"
                     self.scheduler.has_drafted(request)
                     self.drafts.add(request)
             elif request.state == "held" and self.draw.random() < 0.5:
@@ -1333,7 +1359,7 @@ class WithIdleClients(WithClients):
         super().check_order(before)
         owners = Counter(request.owner for request in self.holders() if request.owner)
         assert max(owners.values(), default=0) <= self.client_rows, "an owner has too many rows"
-        in_line = [
+        waiting = [
             request
             for request in self.expectations
             if request.state == "waiting" and request not in before
@@ -1341,15 +1367,15 @@ class WithIdleClients(WithClients):
         for request in self.holders():
             passed = [
                 earlier
-                for earlier in in_line
+                for earlier in waiting
                 if earlier.order < request.order and request not in before
             ]
             assert all(
                 owners[earlier.owner] == self.client_rows for earlier in passed if earlier.owner
-            ), "the head is passed"
-            assert all(earlier.owner for earlier in passed), "the head is passed"
+            ), "the head of the queue is passed"
+            assert all(earlier.owner for earlier in passed), "the head of the queue is passed"
 
-    def check_left(self, before: dict[Request, int]) -> None:
+    def check_lost_rows(self, before: dict[Request, int]) -> None:
         for request, place in before.items():
             if request.state == "suspended":
                 assert request.is_client and request not in self.drafts, (
@@ -1363,18 +1389,18 @@ class WithIdleClients(WithClients):
                     if shard == place and holder in before
                 ]
                 assert not any(self.scheduler.is_idle(holder) for holder in remaining), (
-                    "an idle one stays"
+                    "an idle client keeps its row"
                 )
-        super().check_left(before)
+        super().check_lost_rows(before)
 
 
 def shared_pages(scheduler: Scheduler, shard: int) -> set[int]:
     pages = [page for prefix in scheduler._pools[shard]._prefixes for page in prefix.pages]
-    assert len(pages) == len(set(pages)), "a page has not one owner"
+    assert len(pages) == len(set(pages)), "a page is in several prefixes"
     return set(pages)
 
 
-def run_schedules(seeds: Sequence[int], kind: type[Device] = Device) -> Counter[str]:
+def run_schedules(seeds: Sequence[int], kind: type[Simulation] = Simulation) -> Counter[str]:
     events: Counter[str] = Counter()
     for seed in seeds:
         device = kind(seed)
@@ -1386,22 +1412,22 @@ def run_schedules(seeds: Sequence[int], kind: type[Device] = Device) -> Counter[
 def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
     events = run_schedules(range(1500))
     # Each of these must happen often, or the schedules would test little.
-    assert min(events[name] for name in ("done", "cancelled", "shared", "for pages")) > 200
+    assert min(events[name] for name in ("done", "cancelled", "shared", "preempted")) > 200
 
 
 def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
-    events = run_schedules(range(1000), WithClients)
-    names = ("done", "cancelled", "shared", "for pages", "dropped", "dropped, being there")
+    events = run_schedules(range(1000), SimulationWithClients)
+    names = ("done", "cancelled", "shared", "preempted", "dropped", "dropped while connected")
     assert min(events[name] for name in names) > 30
 
 
 def test_random_schedules_with_idle_clients_lose_nothing_and_starve_nobody() -> None:
-    events = run_schedules(range(600), WithIdleClients)
-    names = ("done", "cancelled", "shared", "for pages", "dropped", "suspended", "comes back")
+    events = run_schedules(range(600), SimulationWithIdleClients)
+    names = ("done", "cancelled", "shared", "preempted", "dropped", "suspended", "resumed")
     assert min(events[name] for name in names) > 30
 
 
-class Checking(WithClients):
+class CheckedSimulation(SimulationWithClients):
     """A device whose scheduler also checks itself."""
 
     def check_pages(self) -> None:
@@ -1410,7 +1436,7 @@ class Checking(WithClients):
 
 
 def test_a_scheduler_that_is_right_never_contradicts_itself() -> None:
-    run_schedules(range(2000, 2100), Checking)
+    run_schedules(range(2000, 2100), CheckedSimulation)
 
 
 # --- a scheduler that contradicts itself ----------------------------------------------------------
@@ -1427,13 +1453,13 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     ),
     "a prefix that is dropped": (
         lambda scheduler, running, _: scheduler._pools[0]._drop(
-            scheduler._holder(running.row or 0).prefixes[0]
+            scheduler._contents(running.row or 0).prefixes[0]
         ),
         "a row uses a prefix that the pool has evicted|pages: ",
     ),
     "a holder too many": (
         lambda scheduler, running, _: setattr(
-            scheduler._holder(running.row or 0).prefixes[0], "holders", 2
+            scheduler._contents(running.row or 0).prefixes[0], "holders", 2
         ),
         "1 rows use a prefix that counts 2",
     ),
@@ -1494,7 +1520,7 @@ def test_a_contradiction_is_named_and_clearing_helps(name) -> None:
     assert (waiting.state, waiting.row) == ("cancelled", None)
     assert (scheduler.idle, scheduler.occupied, scheduler.free_pages) == (True, 0, 16)
     following = scheduler.submit([1] * 6, max_new_tokens=2)
-    assert starts(read_all(scheduler)) == [(0, None)]
+    assert first_chunks(read_all(scheduler)) == [(0, None)]
     assert following.state == "running"
 
 
@@ -1545,27 +1571,27 @@ def reading_into_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def again(scheduler, read, prefix_state):
         was_read(scheduler, read, prefix_state)
-        row = scheduler._rows[read.row]
+        contents = scheduler._rows[read.row]
         if (
-            row is not None
-            and row.request is read.request
+            contents is not None
+            and contents.request is read.request
             and read.count == scheduler._chunk
             and not read.is_last
         ):
-            row.read = read.start
+            contents.prefilled = read.start
 
     monkeypatch.setattr(Scheduler, "was_read", again)
 
 
 def with_unused_entries_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = Scheduler._leave
+    free_row = Scheduler._free_row
 
     def leave_zeros(scheduler, request):
         row = request.row
-        leave(scheduler, request)
+        free_row(scheduler, request)
         scheduler.table[row] = 0
 
-    monkeypatch.setattr(Scheduler, "_leave", leave_zeros)
+    monkeypatch.setattr(Scheduler, "_free_row", leave_zeros)
 
 
 def losing_what_was_generated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1578,24 +1604,24 @@ def losing_what_was_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_preempt", lose)
 
 
-def with_a_grid_from_the_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_a_first_chunk_of_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the first chunk after a shared prefix to one page."""
-    next_read = Scheduler._next_read
+    next_chunk = Scheduler._next_chunk
 
     def short(scheduler, shard, budget):
-        read = next_read(scheduler, shard, budget)
+        read = next_chunk(scheduler, shard, budget)
         if read is not None and read.is_first and read.start and read.count > scheduler._page:
             return replace(read, count=scheduler._page, width=scheduler._chunk, is_last=False)
         return read
 
-    monkeypatch.setattr(Scheduler, "_next_read", short)
+    monkeypatch.setattr(Scheduler, "_next_chunk", short)
 
 
-def with_the_border_of_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    next_read = Scheduler._next_read
+def with_the_prefix_state_of_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_chunk = Scheduler._next_chunk
 
     def first(scheduler, shard, budget):
-        read = next_read(scheduler, shard, budget)
+        read = next_chunk(scheduler, shard, budget)
         return read and replace(
             read,
             prefix_state=(
@@ -1603,7 +1629,7 @@ def with_the_border_of_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
             ),
         )
 
-    monkeypatch.setattr(Scheduler, "_next_read", first)
+    monkeypatch.setattr(Scheduler, "_next_chunk", first)
 
 
 def with_the_oldest_giving_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1622,17 +1648,17 @@ def without_pages_for_what_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mutant", "message"),
     [
         (without_the_token_after, "the cache is not the text's"),
-        (freeing_what_another_holds, "a page has not one owner|the cache is not the text's"),
-        (dropping_what_is_held, "a page has not one owner|the cache is not the text's"),
+        (freeing_what_another_holds, "a page is in |the cache is not the text's"),
+        (dropping_what_is_held, "a page is in |the cache is not the text's"),
         (reading_into_shared_pages, "a shared page is written"),
         (
             with_unused_entries_of_zero,
-            "an unused entry is not out of range|a page has not one owner|not as many show it",
+            "an unused entry is not out of range|a page is in |the rows that use a prefix's pages",
         ),
         (losing_what_was_generated, "tokens are lost"),
-        (with_a_grid_from_the_hit, "off the grid"),
-        (with_the_border_of_the_first_chunk, "prefix_state"),
-        (with_the_oldest_giving_way, "gave way"),
+        (with_a_first_chunk_of_one_page, "a chunk is not full"),
+        (with_the_prefix_state_of_the_first_chunk, "prefix_state"),
+        (with_the_oldest_giving_way, "was preempted"),
         (without_pages_for_what_is_ahead, "no page is there"),
     ],
 )
