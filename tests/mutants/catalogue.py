@@ -658,8 +658,8 @@ CATALOGUE = (
     Mutant(
         name="a-tree-is-committed-as-a-chain",
         file="specjax/decoding/loop.py",
-        old="entries = gather_entries(new, verdict.path)",
-        new="entries = jax.tree.map(lambda leaf: leaf[:, :, : draft.depth + 1], new)",
+        old="entries = gather_entries(node_entries, verdict.path)",
+        new="entries = jax.tree.map(lambda leaf: leaf[:, :, : draft.depth + 1], node_entries)",
         tests=(
             "tests/decoding/test_loop.py::test_greedy_equals_decoding_without_a_cache[dynamic draft model]",
         ),
@@ -668,8 +668,8 @@ CATALOGUE = (
     Mutant(
         name="scored-one-position-too-far",
         file="specjax/decoding/loop.py",
-        old="positions = cache.length[:, None] + shorter.depths",
-        new="positions = cache.length[:, None] + 1 + shorter.depths",
+        old="positions = cache.length[:, None] + scored_draft.depths",
+        new="positions = cache.length[:, None] + 1 + scored_draft.depths",
         tests=(
             "tests/decoding/test_loop.py::test_greedy_equals_decoding_without_a_cache[draft model]",
         ),
