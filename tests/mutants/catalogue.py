@@ -450,8 +450,8 @@ CATALOGUE = (
     Mutant(
         name="what-has-no-page-is-written-over-the-last",
         file="specjax/models/cache.py",
-        old="pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)",
-        new="pages = jnp.where(step < count[:, None], pages, number)",
+        old="pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, no_page)",
+        new="pages = jnp.where(step < count[:, None], pages, no_page)",
         tests=("tests/models/test_cache.py::test_what_has_no_page_is_dropped",),
         breaks="Tokens beyond a row's capacity are written over those in its last page.",
     ),
