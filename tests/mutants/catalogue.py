@@ -1632,8 +1632,8 @@ CATALOGUE = (
     Mutant(
         name="blocks-see-each-other",
         file="specjax/training/objectives/blocks.py",
-        old="mask = alike & student.sees(window, back)",
-        new="mask = student.sees(window, back) | ~alike",
+        old="mask = same_block & student.sees(window, distance)",
+        new="mask = student.sees(window, distance) | ~same_block",
         tests=("tests/training/test_blocks.py::test_blocks_are_what_the_drafter_writes[dflash]",),
         breaks="Blocks of one window read each other's tokens.",
     ),
