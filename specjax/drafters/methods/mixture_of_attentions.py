@@ -230,8 +230,9 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         if config.tli and target.config.per_layer_inputs:
             raise InputError(
                 f"drafter: target layer inference (tli={config.tli}) runs the target's last layers"
-                " on states that belong to no token (the drafter's), but the layers of this target"
-                " also need an embedding of each token (per-layer inputs): give a drafter with tli=0"
+                " on states that belong to no token (the drafter's), but this target's layers"
+                " also need an embedding of each token (per-layer inputs): give a drafter with"
+                " tli=0"
             )
         self.draft_shape.check(config.self_layer.vocab_size)
         check_mesh(self.mesh, target)
@@ -306,7 +307,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         return x + mlp(params, rms_norm(x, params["post_norm"], eps), activation=config.activation)
 
     def tli_layers(self, target: Target) -> tuple[int, int]:
-        """Return the target's last layers, which TLI runs, as ``(first, stop)`` for `Target.run`."""
+        """Return the range ``(first, stop)`` of the target's layers that TLI runs."""
         return self.config.tli_layers_of(target.config.num_layers)
 
     def run_tli_layers(
@@ -443,8 +444,8 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             target.embed(tokens), positions, jnp.asarray(causal), past
         )
         entries: tuple[Entry, ...] = ()
-        # Only KV entries are needed here, no logits. Those of self-attention are computed above, and
-        # the rest is needed only for the entries of the TLI layers.
+        # Only KV entries are needed here, no logits. Self-attention's entries are computed above; the
+        # rest is needed only for the entries of the TLI layers.
         if self.config.tli:
             x = self.cross_attend(x, positions, Filled.of(state.summaries, 0, mesh=self.mesh))
             _, entries = self.run_tli_layers(target, x, positions, causal, cache=cache)
