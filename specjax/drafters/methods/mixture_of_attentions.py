@@ -444,8 +444,8 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             target.embed(tokens), positions, jnp.asarray(causal), past
         )
         entries: tuple[Entry, ...] = ()
-        # Only KV entries are needed here, no logits. Self-attention's entries are computed above; the
-        # rest is needed only for the entries of the TLI layers.
+        # Only KV entries are needed here, no logits. Self-attention's are computed above; the rest
+        # is needed only for the entries of the TLI layers.
         if self.config.tli:
             x = self.cross_attend(x, positions, Filled.of(state.summaries, 0, mesh=self.mesh))
             _, entries = self.run_tli_layers(target, x, positions, causal, cache=cache)
