@@ -137,13 +137,13 @@ class Writer:
         self._answered_at = self._started_at
         # The newest frame sent.
         self._sent_at = self._started_at
-        # The first time that the newest message was sent, if it was sent again.
+        # The first sending of the newest message, which may have been sent again since.
         self._waits_since = self._started_at
         # The newest verdict, hidden states or draft sent.
         self._progress_at = self._started_at
         # The next attempt to connect.
         self._retry_at = self._started_at
-        # Attempts to connect, repeated messages, and connections given up as silent, all in a row.
+        # Lost connections, repeated messages, and connections given up as silent, all in a row.
         self._retries = self._resends = self._silent_losses = 0
         # The newest draft: whether its round trip is unknown, and whether it was made ahead.
         self._is_round_trip_unknown = self._is_kept = False
