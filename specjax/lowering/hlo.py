@@ -271,7 +271,7 @@ class HloProgram:
         """Return whether an operation only copies or rearranges its operands.
 
         It may be a fusion of such operations. A ``copy-start`` counts as well, which may be a
-        prefetch into fast memory.
+        prefetch into fast memory. A transpose or a pad counts only inside a fusion.
         """
         if operation.kind == "fusion":
             (fused_name,) = operation.computations("calls")
