@@ -38,7 +38,7 @@ class Display:
         Args:
             tokenizer: the tokenizer; None for events without text.
             prompt: the token ids of the prompt.
-            stop: strings before the first of which the committed text ends.
+            stop: stop strings. The committed text ends before the first one that occurs.
             is_alone: whether nothing will be committed. The provisional text then ends before the
                 first stop string.
             is_chat: whether the text is the answer in a chat; see `specjax.text.FinalChannel`.

@@ -206,7 +206,7 @@ class _Listener(Writer):
     def _is_over(self) -> bool:
         return self.exchange.phase == "ready" or super()._is_over()
 
-    def _draft_on(self) -> bool:
+    def _draft_ahead(self) -> bool:
         return False
 
     def _append_features(self, event: FeaturesReceived) -> None:

@@ -1,8 +1,9 @@
 """The generation of one text on a client: when to send, when to draft, and which events to report.
 
-Everything happens in one thread, in a loop of short steps. A step takes at most the time of one
-draft, so a verdict never waits longer. The link has the clock. With a simulated link, the whole
-course of a text, network failures included, follows from a seed.
+All of it runs in one thread, in a loop of short steps. (A link may open its connection in another
+thread.) A verdict that arrives while the client drafts waits until that draft is made. Otherwise a
+step ends as soon as a frame arrives, or at the next timeout. The time is read from the link only.
+So with a simulated link, a whole run, network failures included, is determined by a seed.
 """
 
 import random
@@ -29,10 +30,10 @@ from specjax.client.speculation import Speculation
 from specjax.errors import InputError
 from specjax.wire import FrameError
 
-MOST_STRETCHES = 4
+MAX_DRAFTS_AHEAD = 4
 """The maximum number of drafts that a client makes while it waits for a verdict.
 
-It makes fewer if their paths together reach the maximum depth of the server.
+It stops earlier when these drafts together are as deep as the server's limit.
 """
 
 
@@ -41,13 +42,17 @@ class Patience:
     """The timeouts of a client, in seconds.
 
     Attributes:
-        provisional: time without an answer after which the drafter continues alone, provisionally.
-        again: time after which a message is sent again; at least four round trips.
-        lost: time without any answer after which the connection is replaced by a new one; at least
-            eight round trips.
+        provisional: time without progress after which the drafter continues alone, provisionally.
+            Progress is a verdict, hidden states, or a draft sent.
+        again: time without an answer after which a message is sent again. If four rounds (round
+            trip and verification) take longer, their time is used. It doubles with each repetition,
+            up to 16 times.
+        lost: time without any answer after which the connection is replaced by a new one. If eight
+            rounds take longer, their time is used. It doubles with each replacement in a row, up to
+            16 times.
         connecting: time for an attempt to connect.
-        retry: time before the next attempt to connect. It doubles with each attempt, up to
-            ``most_retry``.
+        retry: mean time before the next attempt to connect. It doubles with each attempt, up to
+            ``most_retry``. The actual time is 0.5 to 1.5 times as long, at random.
         most_retry: see ``retry``.
         server: time without any answer after which the text ends as it is; None for no limit.
 
@@ -105,7 +110,7 @@ class Writer:
             link: the connection to the server.
             patience: the timeouts.
             tokenizer: the tokenizer; None for events without text.
-            stop: strings before the first of which the text ends.
+            stop: stop strings. The text ends before the first one that occurs.
             is_offline: whether to generate with the drafter alone, and never contact the server.
             journal: stores the text whenever tokens are committed.
             jitter: spreads attempts to connect, so that many clients do not reconnect at the same
@@ -122,20 +127,27 @@ class Writer:
         )
         self._is_offline = is_offline
         self._journal, self._jitter = journal, jitter or random.Random()
-        self._prompt = len(request.prompt)
+        self._prompt_length = len(request.prompt)
         self._events: list[TextEvent] = []
         self._is_connected = self._is_connecting = False
         self._started_at = link.now()
-        # The times of: the newest frame received over this connection, the newest frame sent, the
-        # first sending of the frame that awaits an answer, the newest progress of the text, and the
-        # next attempt to connect.
-        self._received_at = self._sent_at = self._waits_since = self._progress_at = (
-            self._retry_at
-        ) = self._started_at
-        self._answered_at = self._started_at  # the newest frame received over any connection
-        self._retries = self._resends = self._silent = 0
-        self._resent = self._is_kept = False  # flags of the newest draft
-        self._sizes = (0, 0)  # bytes up and down when the newest draft was sent
+        # The newest frame received over this connection, or the time when it was opened.
+        self._received_at = self._started_at
+        # The newest frame received over any connection.
+        self._answered_at = self._started_at
+        # The newest frame sent.
+        self._sent_at = self._started_at
+        # The first sending of the newest message, which may have been sent again since.
+        self._waits_since = self._started_at
+        # The newest verdict, hidden states or draft sent.
+        self._progress_at = self._started_at
+        # The next attempt to connect.
+        self._retry_at = self._started_at
+        # Lost connections, repeated messages, and connections given up as silent, all in a row.
+        self._retries = self._resends = self._silent_losses = 0
+        # The newest draft: whether its round trip is unknown, and whether it was made ahead.
+        self._is_round_trip_unknown = self._is_kept = False
+        self._bytes_at_send = (0, 0)  # bytes up and down when the newest draft was sent
         eos_token_ids = request.params.eos_token_ids
         self._stop_token_ids = frozenset(
             device.target.config.eos_token_ids if eos_token_ids is None else eos_token_ids
@@ -143,11 +155,11 @@ class Writer:
 
     def __iter__(self) -> Iterator[TextEvent]:
         """Yield the events until the text ends."""
-        if len(self.exchange.tokens) > self._prompt:  # another process has committed tokens
+        if len(self.exchange.tokens) > self._prompt_length:  # another process has committed tokens
             self.exchange.end_if_whole(self._stop_token_ids)
             is_whole = self.exchange.phase == "over"
             self._events += self._display.commit(
-                self.exchange.tokens[self._prompt :], is_last=is_whole
+                self.exchange.tokens[self._prompt_length :], is_last=is_whole
             )
         try:
             while True:
@@ -162,7 +174,10 @@ class Writer:
     # --- one step ---------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Do what is next (connect, send, draft), then process the frames that have come."""
+        """Do what is next (connect, send, draft), then process frames.
+
+        If nothing was drafted, wait for a frame until the next timeout.
+        """
         try:
             if not self._is_offline:
                 self._connect()
@@ -170,11 +185,11 @@ class Writer:
                     self._send_draft()
                 elif self._is_connected and self._link.now() - self._sent_at > self._resend_after:
                     self._send(self.exchange.again(), is_again=True)
-                    self._resent, self._resends = True, self._resends + 1
-            has_drafted = self._draft_on()
+                    self._is_round_trip_unknown, self._resends = True, self._resends + 1
+            has_drafted = self._draft_ahead()
             self._listen(0.0 if has_drafted else self._until_next())
         except LinkLostError as error:
-            self._lose(error)
+            self._handle_lost_link(error)
 
     def _is_over(self) -> bool:
         if self.exchange.phase == "over" or self._display.has_stopped:
@@ -187,9 +202,10 @@ class Writer:
     def _connect(self) -> None:
         now, patience = self._link.now(), self._patience
         if self._is_connected:
-            # In the phase "ready" the server waits for this client, and owes it nothing.
+            # In the phase "ready" the server waits for this client's draft. Its silence is then no
+            # sign of a lost connection.
             if now - self._silent_since > self._lost_after and self.exchange.phase != "ready":
-                self._silent += 1
+                self._silent_losses += 1
                 raise LinkLostError("the server does not answer")
             return
         if self._is_connecting:
@@ -200,28 +216,34 @@ class Writer:
             self._link.connect(patience.connecting)
             self._is_connecting = True
 
-    def _lose(self, error: LinkLostError) -> None:
-        """Close the connection, and set the time of the next attempt to connect."""
-        # The server cannot decode this client's frames, so a new connection would not help.
-        if error.code == 4400:
+    def _handle_lost_link(self, error: LinkLostError) -> None:
+        """Close the connection, and set the time of the next attempt to connect.
+
+        Raises:
+            FrameError: The server cannot decode this client's frames, so that a new connection
+                would not help.
+        """
+        if error.code == 4400:  # see `FrameError`
             raise FrameError(
                 error.code, f"the server does not understand this client: {error}"
             ) from None
         self._link.close()
         self.exchange.lost()
         self._is_connected = self._is_connecting = False
-        self._resent = True  # a round over two connections is no measurement of either
-        # Longer with each failure, and random, so that the clients of a server that starts again
-        # do not all come at the same moment.
+        # The verdict will come over another connection than its draft.
+        self._is_round_trip_unknown = True
+        # The wait is longer with each failure, and random, so that the clients of a server that
+        # restarts do not all connect at the same moment.
         wait = min(self._patience.retry * 2**self._retries, self._patience.most_retry)
         self._retry_at = self._link.now() + wait * (0.5 + self._jitter.random())
         self._retries += 1
 
     @property
     def _silent_since(self) -> float:
-        """The time since when the client waits for an answer.
+        """The time at which the current silence of the server began.
 
-        While the client itself works, nothing is awaited, so that time does not count.
+        It is the time of the newest frame received, or of the first sending of the newest message
+        if that is later. So time in which the client had sent nothing is no silence.
         """
         return max(self._received_at, self._waits_since)
 
@@ -232,7 +254,8 @@ class Writer:
             self._waits_since = self._sent_at
         self._link.send(frame)
 
-    # The network may be slower than measured. So each timeout doubles the next one.
+    # The network may be slower than measured. So each of these timeouts doubles when it passes, up
+    # to 16 times.
 
     @property
     def _resend_after(self) -> float:
@@ -242,10 +265,10 @@ class Writer:
     @property
     def _lost_after(self) -> float:
         usual = max(self._patience.lost, 8 * ((self._pace.round_trip or 0.0) + self._pace.server))
-        return usual * 2 ** min(self._silent, 4)
+        return usual * 2 ** min(self._silent_losses, 4)
 
     def _until_next(self) -> float:
-        """Return the seconds until the next timeout."""
+        """Return the seconds until the next timeout; at most 0.01 while a connection is opened."""
         now, patience = self._link.now(), self._patience
         times = [self._retry_at]
         if self._is_connected:
@@ -267,9 +290,8 @@ class Writer:
         while frame is not None:
             self.report.bytes_down += len(frame)
             self._received_at = self._answered_at = self._link.now()
-            self._silent = 0
-            # A frame without an event, such as one that was repeated, is no progress: the timeouts
-            # stay as long as they have become.
+            self._silent_losses = 0
+            # A frame that causes no event, such as a duplicate, resets no other doubled timeout.
             if self._process(frame):
                 self._retries = self._resends = 0
             if self.exchange.phase == "over" or self._display.has_stopped:
@@ -312,14 +334,17 @@ class Writer:
         self.speculation.append_remote(event.tokens, event.following, event.arrays)
 
     def _check_bounds(self) -> None:
-        """Raise InputError if the server does not fit the drafter, or has no room for the text."""
+        """Raise InputError if the server does not fit the drafter, or the text has no room.
+
+        The room is that of the server or of this client's device, whichever is smaller.
+        """
         bounds, device, exchange = self.exchange.bounds, self._device, self.exchange
         assert bounds is not None
         if bounds.tells.keys() != device.hears.keys():
             raise InputError(
-                f"drafter: it needs {sorted(device.hears)}, but the server sends"
-                f" {sorted(bounds.tells)}, for another drafter; give the drafter that the server"
-                " was started with (serve --drafter)"
+                f"drafter: it needs {sorted(device.hears)}, but the server was started for another"
+                f" drafter and sends {sorted(bounds.tells)}; give the drafter that the server was"
+                " started with (serve --drafter)"
             )
         if wrong := [
             name for name, shape in bounds.tells.items() if tuple(shape) != device.hears[name]
@@ -331,10 +356,10 @@ class Writer:
             )
         room = min(bounds.capacity, device.capacity)
         max_new_tokens = exchange.request.params.max_new_tokens
-        if self._prompt + max_new_tokens > room:
+        if self._prompt_length + max_new_tokens > room:
             raise InputError(
-                f"prompt ({self._prompt} tokens) plus max_new_tokens={max_new_tokens}: there is"
-                f" room for {room}; shorten the prompt, or lower max_new_tokens"
+                f"prompt ({self._prompt_length} tokens) plus max_new_tokens={max_new_tokens}:"
+                f" there is room for {room}; shorten the prompt, or lower max_new_tokens"
             )
 
     def _commit(self, event: TokensEmitted) -> None:
@@ -344,11 +369,11 @@ class Writer:
         report.rounds += 1
         report.drafted += event.drafted
         report.accepted += accepted
-        # If a message was sent twice, nobody knows which of the two the verdict answers.
-        if not self._resent:
+        # The round trip is unknown if the draft was sent twice: the verdict may answer either copy.
+        if not self._is_round_trip_unknown:
             seconds = now - self._sent_at
             report.round_trips.append(seconds)
-            up, down = self._sizes
+            up, down = self._bytes_at_send
             self._pace.round(
                 seconds=seconds,
                 server=min(event.seconds, seconds),
@@ -370,11 +395,11 @@ class Writer:
                 self._journal.keep(self.exchange)
 
     def _continue_after(self, tokens: Sequence[int]) -> None:
-        """Send the next draft at once if one that follows the committed tokens exists."""
+        """Send the next draft at once if it exists already, and follows the committed tokens."""
         if self._display.has_stopped:
             return
         has_draft = self.speculation.commit(tokens)
-        # Send before the journal is written and the hidden states are appended: the server waits.
+        # Send first. The journal and the hidden states can wait; the server should not.
         if has_draft and self.exchange.phase == "ready" and self._is_worth_sending():
             self.report.kept += 1
             self._send_tree(is_kept=True)
@@ -388,25 +413,26 @@ class Writer:
 
     def _send_draft(self) -> None:
         if not self.speculation.stretches or not self._is_worth_sending():
-            self._draft(self._depth(), anew=True)
+            self._draft(self._depth(), from_committed=True)
         self._send_tree()
 
     def _send_tree(self, *, is_kept: bool = False) -> None:
         bounds = self.exchange.bounds
         assert bounds is not None
-        # The text may end with the bonus token, which is not drafted.
+        # A verdict emits one token more than it accepts. So a draft needs at most one token less
+        # than the text may still have.
         depth = max(min(bounds.depth, self._tokens_left - 1), 0)
         tree = self.speculation.to_send(
             bounds.nodes, depth, as_chain=bool(self._display.provisional)
         )
-        self._sizes = (self.report.bytes_up, self.report.bytes_down)
-        self._resent = False
+        self._bytes_at_send = (self.report.bytes_up, self.report.bytes_down)
+        self._is_round_trip_unknown = False
         self._is_kept = is_kept
         self.report.depths.append(tree.depth)
         self._progress_at = self._link.now()
         self._send(self.exchange.draft(tree))
 
-    def _draft_on(self) -> bool:
+    def _draft_ahead(self) -> bool:
         """Draft one more stretch while no answer comes, and return whether one was drafted."""
         speculation = self.speculation
         if self._is_provisional():
@@ -417,21 +443,27 @@ class Writer:
             return True
         if self.exchange.phase != "waiting" or not self._has_room():
             return False
-        ahead = sum(len(stretch.path) for stretch in speculation.stretches[1:])
+        depth_ahead = sum(len(stretch.path) for stretch in speculation.stretches[1:])
         bounds = self.exchange.bounds
-        if bounds is None or ahead >= bounds.depth or len(speculation.stretches) > MOST_STRETCHES:
+        # The first stretch is the draft that awaits its verdict.
+        num_ahead = len(speculation.stretches) - 1
+        if bounds is None or depth_ahead >= bounds.depth or num_ahead >= MAX_DRAFTS_AHEAD:
             return False
         self._draft(self._depth())
         return True
 
-    def _draft(self, depth: int, *, anew: bool = False) -> None:
+    def _draft(self, depth: int, *, from_committed: bool = False) -> None:
         started = self._link.now()
-        (self.speculation.redraft if anew else self.speculation.draft)(depth)
+        (self.speculation.redraft if from_committed else self.speculation.draft)(depth)
         if depth in self._pace.depths:
             self._pace.drafted(depth, self._link.now() - started)
 
     def _depth(self) -> int:
-        """Return the depth of the next draft, within the server's limit and the text's."""
+        """Return the depth of the next draft, within the limits of the server and the text.
+
+        If all compiled depths are above these limits it is the smallest one, and `_send_tree` cuts
+        the draft.
+        """
         bounds = self.exchange.bounds
         max_depth = min(
             self._tokens_left, self._pace.depths[-1] if bounds is None else bounds.depth
@@ -443,13 +475,16 @@ class Writer:
     def _tokens_left(self) -> int:
         """The number of tokens that the text may still have."""
         return self.exchange.request.params.max_new_tokens - (
-            len(self.exchange.tokens) - self._prompt
+            len(self.exchange.tokens) - self._prompt_length
         )
 
     def _has_room(self) -> bool:
-        """Return whether the drafter can continue: its own text has room, and has not ended."""
+        """Return whether another draft may follow the stretches.
+
+        It may not if they reach ``max_new_tokens``, contain a stop token, or end with an empty one.
+        """
         stretches, path = self.speculation.stretches, self.speculation.path
-        # The newest draft is empty: prompt lookup has found nothing.
+        # The newest draft is empty if prompt lookup has found nothing.
         if stretches and not stretches[-1].path:
             return False
         return len(path) < self._tokens_left and not self._stop_token_ids.intersection(path)

@@ -31,8 +31,8 @@ def step(
 ) -> tuple[DecodeState, StepInfo]:
     """Run one step: draft, score, verify, keep.
 
-    It is one forward pass of the target and emits at least one token for every row that is not
-    done. For ``logprobs`` see `advance`.
+    It is one forward pass of the target. Every row that is not done emits at least one token, or
+    fails because no token can be drawn after its root. For ``logprobs`` see `advance`.
 
     Examples:
         >>> from specjax import decoding
@@ -62,7 +62,8 @@ def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[
     reads = drafter.reads(target.config)
     caches = {"cache": state.cache.of_layers(reads)} if reads else {}
     sampling = state.next_sampling
-    # Rows that are done draft nothing: a chain that stops early stops when all active rows have.
+    # Rows that are done are not active: the loop of a chain with `stop_below` ends as soon as every
+    # active row has stopped.
     proposal = drafter.propose(
         target, state.drafter, state.roots, sampling, draft_keys, ~state.done, **caches
     )
@@ -86,7 +87,8 @@ def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array,
 
     Drafter and target share k(7) and k(8), and the step emits the target's draws. If the first
     token is rejected, the target's draw for position 7 replaces it, and the next step begins at
-    position 8 with k(8). It may use k(8) again because nothing was emitted with it yet.
+    position 8 with k(8). No token that was drawn with k(8) has been emitted. So using it again is
+    unbiased: the emitted token at a position depends only on the text and on that position's key.
 
     Without coupled sampling the row's key is split into three, and nothing is shared::
 
@@ -117,24 +119,26 @@ def advance(
 ) -> tuple[DecodeState, StepInfo]:
     """Score ``draft``, verify it and keep the accepted tokens.
 
-    The draft comes from `propose_step`, or from elsewhere (another process or machine). In the
-    second case ``drafter`` must get everything that it stores from ``append_committed``, or must
-    have proposed nothing in this step. A draft may have any shape and may be shallower than the
-    drafts that the state was started for; it may also be a root alone.
+    The draft comes from `propose_step`, or from elsewhere (another process or machine). If it comes
+    from elsewhere, do not call `propose_step` in this step: the drafter's state would hold its own
+    draft. (Drafters that take everything that they store from ``append_committed`` are an
+    exception.) A draft may have any shape and may be shallower than the drafts that the state was
+    started for; it may also be a root alone.
 
     Args:
         target: the target.
         drafter: the drafter whose state is updated.
         state: the state before the step.
         draft: the draft to verify.
-        logprobs: if not None, `StepInfo` has the target's own log-probabilities of the emitted
-            tokens, and at each of their positions those of this number of likeliest tokens.
+        logprobs: the number of likeliest tokens whose log-probabilities `StepInfo` has at the
+            position of each emitted token, beside that of the emitted token itself. They are the
+            target's. None for no log-probabilities.
         legal: the tokens that the rows' grammars allow after each node, as in
             `specjax.decoding.verification.verify`; None if no row has a grammar.
 
     Returns:
         The next state, and the `StepInfo` of this step. Their shapes depend on ``state`` alone,
-        except that `StepInfo` contains the draft itself.
+        except that `StepInfo` contains the draft itself, and log-probabilities for its depth.
 
     Raises:
         InputError: The draft is deeper than the drafts that the state was started for, so that the
@@ -170,8 +174,9 @@ def advance(
     keys, _, verify_keys = _keys_of_step(state, draft.depth)
     scored = _score(target, drafter, draft, state, verify_keys, logprobs, legal)
     accepted = scored.verdict.count - 1
-    verdict, done, failed = _cut(scored.verdict, scored.emitted, state, legal)
-    # `hidden` is the end of the pass: a write that waits for it is in place (see `append`).
+    verdict, done, failed = _cut_at_end(scored.verdict, scored.emitted, state, legal)
+    # `hidden` is computed last in the pass. If the write depends on it, XLA can update the cache in
+    # place, and need not copy it first (see `KVCache.append`).
     cache = state.cache.append(scored.entries, verdict.count, after=scored.output.hidden)
     committed = Committed(
         tokens=jnp.take_along_axis(draft.tokens, verdict.path, axis=1),
@@ -188,7 +193,7 @@ def advance(
         accepted=jnp.minimum(accepted, verdict.count),
         drafted=jnp.where(state.done, 0, draft.length),
         drafted_at=_pad(draft.drafted_at & ~state.done[:, None], max_depth),
-        scored=jnp.where(state.done, 0, scored.nodes),
+        scored=jnp.where(state.done, 0, scored.num_nodes),
         draft=draft,
         path=_pad(verdict.path, max_depth + 1),
         logprobs=scored.logprobs,
@@ -221,15 +226,18 @@ class _Scored:
         output: the target's hidden states along the accepted path, ``[B, D+1, …]``.
         entries: the cache entries of each layer along the accepted path, ``[B, heads, D+1, dim]``
             each.
-        nodes: scalar, the number of nodes that the pass had.
+        num_nodes: scalar, the number of nodes that the pass had in each row.
         logprobs: those of the emitted tokens, ``[B, D+1]``; None if they were not requested.
+
+    Only the first ``verdict.count`` elements of a row are meaningful along the axis D+1. For a
+    chain, for example, ``output`` and ``entries`` hold all nodes, rejected ones as well.
     """
 
     verdict: Verdict
     emitted: jax.Array
     output: States
     entries: tuple[Entry, ...]
-    nodes: jax.Array
+    num_nodes: jax.Array
     logprobs: Logprobs | None
 
 
@@ -244,39 +252,44 @@ def _score(
 ) -> _Scored:
     """Run one pass of the target over the draft and verify it.
 
-    Drafts may have fewer tokens than their shape has room for. On a CPU the pass therefore runs at
-    the smallest compiled number of nodes that holds the draft of every row that is not done. On
-    other devices a few more nodes cost nothing, and one width is compiled.
+    A draft may have fewer tokens than its shape has room for. On a CPU a chain of the drafter's
+    full size is therefore scored with the smallest width of ``drafter.node_counts`` that holds the
+    longest draft of the rows that are not done; one branch is compiled for each width. Trees, and
+    drafts on other devices, where a few more nodes cost nothing, are scored with all nodes.
 
     The cache is only read here. Writing it inside the conditional would make XLA copy it.
     """
     cache, taps, sampling = state.cache, drafter.taps(target.config), state.next_sampling
     # A row that is done may have a long context. With length 0, attention does not read it.
-    readable = replace(cache, length=jnp.where(state.done, 0, cache.length))
+    readable_cache = replace(cache, length=jnp.where(state.done, 0, cache.length))
 
-    def branch(nodes: int) -> _Scored:
-        shorter = draft.first(nodes) if nodes < draft.tokens.shape[1] else draft
-        positions = cache.length[:, None] + shorter.depths
-        output, new = target.score(
-            shorter.tokens, readable, positions=positions, mask=shorter.mask, taps=taps
+    def score_first_nodes(width: int) -> _Scored:
+        scored_draft = draft.first(width) if width < draft.tokens.shape[1] else draft
+        positions = cache.length[:, None] + scored_draft.depths
+        output, node_entries = target.score(
+            scored_draft.tokens,
+            readable_cache,
+            positions=positions,
+            mask=scored_draft.mask,
+            taps=taps,
         )
-        words = None if legal is None else legal[:, :nodes]
-        verdict = verify(shorter, output.logits, sampling, keys, words)
+        words = None if legal is None else legal[:, :width]
+        verdict = verify(scored_draft, output.logits, sampling, keys, words)
 
         # All branches must return the same shapes, so a shorter draft's results are padded.
         widen = partial(_pad, size=draft.depth + 1)
 
         def along_path(leaf: jax.Array) -> jax.Array:  # [B, nodes, …] -> [B, D+1, …]
-            if shorter.is_chain:  # its path is its nodes in order: nothing has to be gathered
+            if scored_draft.is_chain:  # its path is its nodes in order: nothing has to be gathered
                 return widen(leaf)
             path = verdict.path.reshape(*verdict.path.shape, *(1,) * (leaf.ndim - 2))
             return jnp.take_along_axis(leaf, path, axis=1)
 
-        if shorter.is_chain:
-            entries = jax.tree.map(partial(widen, axis=2), new)
+        if scored_draft.is_chain:
+            entries = jax.tree.map(partial(widen, axis=2), node_entries)
         else:
-            entries = gather_entries(new, verdict.path)
-        emitted = widen(verdict.emitted(shorter))
+            entries = gather_entries(node_entries, verdict.path)
+        emitted = widen(verdict.emitted(scored_draft))
         emitted_logprobs = None
         if logprobs is not None:
             emitted_logprobs = Logprobs.of(along_path(output.logits), emitted, logprobs)
@@ -285,7 +298,7 @@ def _score(
             emitted=emitted,
             output=jax.tree.map(along_path, output.states),
             entries=entries,
-            nodes=jnp.asarray(nodes, jnp.int32),
+            num_nodes=jnp.asarray(width, jnp.int32),
             logprobs=emitted_logprobs,
         )
 
@@ -293,13 +306,13 @@ def _score(
     may_be_shorter = (
         draft.is_chain and drafter.draft_shape.nodes == full and sharding.is_on_cpu(target.mesh)
     )
-    counts = drafter.node_counts if may_be_shorter else (full,)
-    if len(counts) == 1:
-        return branch(*counts)
-    # The index of the first of `counts`, which ascend, that holds the longest draft and its root.
+    widths = drafter.node_counts if may_be_shorter else (full,)
+    if len(widths) == 1:
+        return score_first_nodes(*widths)
+    # `widths` ascend. The index is that of the first one that holds the root and the longest draft.
     longest = jnp.max(jnp.where(state.done, 0, draft.length))
-    index = jnp.sum(jnp.asarray(counts) < 1 + longest)
-    return jax.lax.switch(index, [partial(branch, nodes) for nodes in counts])
+    index = jnp.sum(jnp.asarray(widths) < 1 + longest)
+    return jax.lax.switch(index, [partial(score_first_nodes, width) for width in widths])
 
 
 def _pad(values: jax.Array, size: int, axis: int = 1) -> jax.Array:
@@ -310,12 +323,12 @@ def _pad(values: jax.Array, size: int, axis: int = 1) -> jax.Array:
     return jnp.pad(values, [(0, missing if i == axis else 0) for i in range(values.ndim)])
 
 
-def _cut(
+def _cut_at_end(
     verdict: Verdict, emitted: jax.Array, state: DecodeState, legal: jax.Array | None = None
 ) -> tuple[Verdict, jax.Array, jax.Array]:
     """Cut each row's verdict where the row ends.
 
-    A row ends at its first stop token or at its limit, also in the middle of an accepted path. It
+    A row ends at its first stop token or at its limit, even in the middle of an accepted path. It
     also ends before a token that cannot be drawn, and, in a row that no token ends, after the node
     at which its grammar allows no token: there the text is complete.
 
@@ -329,12 +342,14 @@ def _cut(
     is_end = jnp.any(emitted[..., None] == state.stop_token_ids[:, None], axis=-1) & (
         index < drawn_count[:, None]
     )
-    # Without a stop token it is more than any count, so that it cuts nothing.
+    # `until_end` counts the tokens up to the first stop token. Without a stop token it is larger
+    # than any count, so that the minimum below ignores it.
     until_end = jnp.min(jnp.where(is_end, index + 1, emitted.shape[1] + 1), axis=1)
     count = jnp.minimum(drawn_count, jnp.minimum(until_end, state.max_lengths - state.lengths))
     count = jnp.where(state.done, 0, count)
     done = state.done | (until_end <= count) | (state.lengths + count >= state.max_lengths)
-    # A row that ends before the token that cannot be drawn does not need that token.
+    # A row fails only if it needs the token that cannot be drawn. If it ends before that token, it
+    # is simply done.
     failed = bad & ~done
     if legal is not None:
         end_of_path = at_nodes(verdict.path, verdict.count - 1)
@@ -344,7 +359,7 @@ def _cut(
 
 
 def rows_of_pass(drafter: Drafter, state: DecodeState, **_: Any) -> int:
-    """Return the number of nodes that the target reads in one pass, over all rows.
+    """Return the maximum number of nodes that the target reads in one pass, over all rows.
 
     Examples:
         >>> from specjax import decoding
@@ -366,8 +381,8 @@ def decode(
 ) -> DecodeState:
     """Run `step` until every row is done, or ``max_steps`` (a scalar array) times.
 
-    With ``until_any_done`` it stops as soon as a row becomes done that was not done at the
-    beginning, so that another text can have the row. ``state`` is donated.
+    With ``until_any_done`` it returns as soon as any row finishes during this call, so that the
+    caller can give the row to another text. ``state`` is donated.
 
     Examples:
         >>> from specjax import decoding
@@ -399,11 +414,15 @@ def run_steps(
         state: the state before the steps.
         max_steps: a scalar, the largest number of steps.
         until_any_done: a scalar bool, as for `decode`.
-        logprobs: ``[B, R]`` from `Logprobs.zeros`, filled with the target's log-probabilities of
-            the first R emitted tokens; None for none.
+        logprobs: empty `Logprobs` with room for R tokens of each row, from `Logprobs.zeros`; None
+            for no log-probabilities.
+
+    Returns:
+        The state, and ``logprobs``, filled with the target's log-probabilities of the first R
+        tokens that these steps emit in each row.
     """
     done_before, lengths_before = state.done, state.lengths
-    top = None if logprobs is None else logprobs.top
+    num_likeliest = None if logprobs is None else logprobs.top
 
     # The device decides when to stop, so that no step waits for the host.
     def unfinished(carry: tuple[jax.Array, DecodeState, Logprobs | None]) -> jax.Array:
@@ -415,7 +434,7 @@ def run_steps(
         carry: tuple[jax.Array, DecodeState, Logprobs | None],
     ) -> tuple[jax.Array, DecodeState, Logprobs | None]:
         steps, before, logprobs = carry
-        state, info = step(target, drafter, before, top)
+        state, info = step(target, drafter, before, num_likeliest)
         # Collected here, because the loop keeps no step's `StepInfo`.
         if logprobs is not None:
             starts = before.lengths - lengths_before

@@ -84,7 +84,8 @@ class StepInfo:
         scored: ``[B]`` nodes that the target's pass computed for the row.
         draft: the proposed `specjax.drafters.Draft`.
         path: ``[B, D+1]`` the accepted nodes, the root first; the first ``emitted`` are meaningful.
-        logprobs: those of the emitted tokens, ``[B, D+1]``; None if they were not requested.
+        logprobs: those of the emitted tokens, ``[B, draft.depth + 1]``; None if they were not
+            requested.
 
     Examples:
         >>> from specjax import decoding

@@ -19,7 +19,7 @@ from flax import struct
 from specjax.drafters.candidates import CandidateTokens, Vocabulary, offered_by
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, FixedShape
-from specjax.models.cache import Cache, Entry, place_entries, slots_of
+from specjax.models.cache import Cache, Entry, num_slots, place_entries
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -483,7 +483,7 @@ def read_nodes(
         layers: the range of layers that run, as in `Target.run`.
     """
     count, read_slots = frontier.tokens.shape[1], frontier.visible.shape[-1]
-    ancestors = slots_of(scratch) - read_slots
+    ancestors = num_slots(scratch) - read_slots
     visible = jnp.pad(frontier.visible, ((0, 0), (0, 0), (ancestors, 0)), constant_values=True)
     positions = cache.length[:, None] + ancestors + frontier.depth - 1
     output, new = model.score(

@@ -13,16 +13,19 @@ deviations the test detects best. There are three tests of the texts and one of 
 
 - ``joint``: the order is by descending p. Triples of successive numbers must be uniform in a cube.
 - ``by preference``: the order is by descending q/p, where q is the drafter's distribution at that
-  position. A rule that accepts too much prefers what q prefers, at every position.
+  position. For a draft without q it is the order of the root's children, then all other tokens. A
+  rule that accepts too much prefers what the drafter prefers, at every position.
 - ``towards the drafter``: a score test for a rule that accepts drafted tokens too often or too
   rarely. It is the most powerful test for small errors of that kind.
 - ``drafts against q``: whether the drafter samples from the q that it returns. After each prompt,
-  many first tokens are drafted and counted. It is left out if no rule reads q.
+  many first tokens are drafted and counted. It is left out with coupled sampling, and if the
+  drafter returns no q.
 
 To get p and q, the finished texts are read again token by token, with plain decoding's own passes,
-and the drafter drafts at every position without verification. The drafts from which the text was
-generated are of no use: under block verification, the token itself decides whether it still belongs
-to the step that drafted it.
+and the drafter drafts at every position without verification. The q of the drafts from which the
+text was generated cannot be used: how far a step went depends on the tokens that it emitted (block
+verification judges them together), so the step in which a token falls depends on the token itself,
+and the test would be biased.
 """
 
 from collections.abc import Sequence
@@ -48,44 +51,46 @@ from specjax.progress import track
 from specjax.sampling import RowSampling, Rule, Sampling, probabilities
 
 FALSE_ALARM = 1e-5
-"""The probability over all random keys that a correct target and drafter fail."""
+"""The maximum probability, over all random keys, that a correct target and drafter fail."""
 
 NEW_TOKENS = 32
 """The number of sampled tokens of each text."""
 
-_SHARE = 0.05
-"""The score test is the most powerful one for a rule that accepts this share too much.
+_EXCESS = 0.05
+"""The excess for which the score test is the most powerful one.
 
-It is nearly the most powerful one for other shares.
+A rule with this excess accepts drafted tokens 5% too often. For another excess the test is nearly
+the most powerful one.
 """
 
 _BINS = 20
-_DRAFTS = 16  # drafts per text for the test against q
+_DRAFTS_PER_TEXT = 16  # drafts per text for the test against q
 # Every fourth batch uses all settings: truncation takes a CPU as long as all the rest.
 _MIXED_EVERY = 4
-_ROWS = 256  # the maximum number of rows of a batch; more are not faster on a CPU
+_MAX_ROWS = 256  # the maximum number of rows of a batch; more are not faster on a CPU
 # The maximum size of an array, which limits the rows of a batch for large vocabularies.
-_NUMBERS = 2**27
-# The smallest variance of the score. Below it, only a doubling would be detected, and the
-# approximations are invalid.
+_MAX_ARRAY_SIZE = 2**27
+# The smallest variance of the score, summed over all tokens. Below it, the tests by preference and
+# towards the drafter are left out: they would detect only an excess of more than 64%, and the
+# approximation of the score's tails is poor.
 _LEAST_VARIANCE = 100.0
 
 
 @dataclass(frozen=True)
-class Distribution:
+class DistributionResult:
     """The results of the tests of sampled texts.
 
     Attributes:
-        p_value: the probability that a correct target and drafter look as bad or worse: the
-            smallest of the ``p_values`` times their number, at most 1. It is 0 if a token was
+        p_value: a bound on the probability that a correct target and drafter look as bad or worse:
+            the smallest of the ``p_values`` times their number, at most 1. It is 0 if a token was
             sampled that truncation excludes.
         p_values: the p-value of each test, see `specjax.evaluation.drawn_texts`.
         draws: the number of sampled tokens.
         texts: the number of texts.
         outside: the number of sampled tokens that top-k, top-p or min-p exclude, by more than
             rounding explains.
-        detectable: a rule that prefers drafted tokens by this share fails 95 times of 100. None if
-            the drafter drafted too little for the test.
+        detectable: the excess preference for drafted tokens that the score test detects with
+            probability 95%. None if the drafter drafted too little for the test.
         rule: the verification rule.
     """
 
@@ -101,7 +106,7 @@ class Distribution:
     def passes(self) -> bool:
         """True if the texts fit the target's distribution.
 
-        It is False with probability `FALSE_ALARM` for a correct target and drafter.
+        For a correct target and drafter it is False with probability `FALSE_ALARM` at most.
         """
         return self.p_value >= FALSE_ALARM
 
@@ -117,7 +122,7 @@ def draw_and_test(
     draws: int,
     key: jax.Array,
     rounding: float = 0.0,
-) -> Distribution:
+) -> DistributionResult:
     """Sample texts with the drafter, and test whether they have the target's distribution.
 
     Args:
@@ -130,35 +135,28 @@ def draw_and_test(
         rule: the verification rule; None for the default of the drafter's shape.
         draws: the number of tokens to sample; some more may be sampled.
         key: the random key, which is consumed.
-        rounding: the bound on the change of the difference between two logits by rounding.
+        rounding: how much rounding may change the difference between two logits, at most.
     """
     rule = GenerationOptions(rule=rule).rule_for(drafter.draft_shape)
-    mixed = _rows_of(target, drafter, tokens, lengths, settings, rule)
-    first = _rows_of(target, drafter, tokens, lengths, settings[:1], rule)
-    repeats, batches = _plan(target, drafter, len(mixed.lengths), draws)
-    readings: list[_Read] = []
-    drafts = _Drafts()
+    rows_of_all_settings = _rows_of(target, drafter, tokens, lengths, settings, rule)
+    rows_of_first_setting = _rows_of(target, drafter, tokens, lengths, settings[:1], rule)
+    repeats, batches = _plan(target, drafter, len(rows_of_all_settings.lengths), draws)
+    batch_intervals: list[_Intervals] = []
+    draft_counts = _DraftCounts()
     keys = list(jax.random.split(key, batches))
     for batch, batch_key in enumerate(track(keys, "drawing texts and reading them again")):
         if batch % _MIXED_EVERY == 0:
-            readings.append(
-                _batch(target, drafter, mixed, repeats, rule, batch_key, rounding, drafts)
-            )
+            rows, row_repeats = rows_of_all_settings, repeats
         else:
-            readings.append(
-                _batch(
-                    target,
-                    drafter,
-                    first,
-                    repeats * len(settings),
-                    rule,
-                    batch_key,
-                    rounding,
-                    drafts,
-                )
-            )
+            rows, row_repeats = rows_of_first_setting, repeats * len(settings)
+        batch_intervals.append(
+            _batch(target, drafter, rows, row_repeats, rule, batch_key, rounding, draft_counts)
+        )
     return _judge(
-        readings, drafts, rule, np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
+        batch_intervals,
+        draft_counts,
+        rule,
+        np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist()),
     )
 
 
@@ -166,7 +164,9 @@ def _plan(target: Target, drafter: Drafter, rows: int, draws: int) -> tuple[int,
     """Return how often each row is repeated in a batch, and the number of batches."""
     repeats = -(-draws // (rows * NEW_TOKENS))
     max_repeats = max(
-        1, min(_NUMBERS // (drafter.draft_shape.nodes * target.config.vocab_size), _ROWS) // rows
+        1,
+        min(_MAX_ARRAY_SIZE // (drafter.draft_shape.nodes * target.config.vocab_size), _MAX_ROWS)
+        // rows,
     )
     batches = -(-repeats // max_repeats)
     return -(-repeats // batches), batches
@@ -174,19 +174,22 @@ def _plan(target: Target, drafter: Drafter, rows: int, draws: int) -> tuple[int,
 
 @dataclass(frozen=True)
 class _Rows:
-    """One row for each pair of a prompt and a setting. The prompts are prefilled once.
+    """One row for each pair of a prompt and a setting.
+
+    The prompts are prefilled once for each of the two states, and not again for each batch.
 
     Attributes:
         lengths: the lengths of the prompts.
         coolest: the lowest temperature.
         drawing: the state after the prompts, for sampling texts.
-        reading: the state after the prompts, for reading the texts again with `_reader`'s drafter.
+        rereading: the state after the prompts, for reading the texts again with the drafter of
+            `_rereading_drafter`.
     """
 
     lengths: np.ndarray
     coolest: float
     drawing: decoding.DecodeState
-    reading: decoding.DecodeState
+    rereading: decoding.DecodeState
 
 
 def _rows_of(
@@ -214,11 +217,11 @@ def _rows_of(
         lengths,
         coolest,
         drawing=start(drafter, rule),
-        reading=start(_reader(drafter), "independent"),
+        rereading=start(_rereading_drafter(drafter), "independent"),
     )
 
 
-class _Drafts:
+class _DraftCounts:
     """The counts of first drafted tokens after the prompts, and the q of the drafter, by row."""
 
     def __init__(self) -> None:
@@ -254,9 +257,9 @@ def _batch(
     rule: Rule,
     key: jax.Array,
     rounding: float,
-    drafts: _Drafts,
-) -> "_Read":
-    """Sample the text of each row several times, read the texts again, and add to ``drafts``."""
+    draft_counts: _DraftCounts,
+) -> "_Intervals":
+    """Sample the text of each row several times, read it again, and add to ``draft_counts``."""
     count = len(rows.lengths) * repeats
     draw_key, read_key, draft_key = jax.random.split(key, 3)
     state = _repeat(rows.drawing, jax.random.split(draw_key, count), repeats)
@@ -264,32 +267,37 @@ def _batch(
     raise_if_failed(target, result)
     positions = np.repeat(rows.lengths, repeats)[:, None] + np.arange(NEW_TOKENS)
     texts = np.take_along_axis(sharding.to_host(result.tokens, target.mesh), positions, axis=1)
-    reader = _reader(drafter)
-    state = _repeat(rows.reading, jax.random.split(read_key, count), repeats)
+    reader = _rereading_drafter(drafter)
+    state = _repeat(rows.rereading, jax.random.split(read_key, count), repeats)
     if rule != "coupled":
         keys = (
-            jax.random.split(one_key, count) for one_key in jax.random.split(draft_key, _DRAFTS)
+            jax.random.split(one_key, count)
+            for one_key in jax.random.split(draft_key, _DRAFTS_PER_TEXT)
         )
         tokens, qs = zip(
             *(_first_drafts(target, reader, state, row_keys, repeats) for row_keys in keys),
             strict=True,
         )
-        if qs[0] is not None:  # all of them are equal: q does not depend on the key
-            drafts.add(*sharding.to_host((jnp.concatenate(tokens, axis=1), qs[0]), target.mesh))
-    looser = np.exp(rounding / rows.coolest)
-    reading = sharding.to_host(
-        _read(target, reader, state, jnp.asarray(texts.T), rounding, looser), target.mesh
+        # All `qs` are equal, because q does not depend on the key: the first one is enough.
+        if qs[0] is not None:
+            draft_counts.add(
+                *sharding.to_host((jnp.concatenate(tokens, axis=1), qs[0]), target.mesh)
+            )
+    top_p_factor = np.exp(rounding / rows.coolest)
+    intervals = sharding.to_host(
+        _reread(target, reader, state, jnp.asarray(texts.T), rounding, top_p_factor), target.mesh
     )
-    return jax.tree.map(np.transpose, reading)
+    return jax.tree.map(np.transpose, intervals)
 
 
-def _reader(drafter: Drafter) -> Drafter:
+def _rereading_drafter(drafter: Drafter) -> Drafter:
     """Return the drafter for reading texts again.
 
-    A drafter that samples gets a chain of 1, because only its q after the root is used.
+    A drafter of chains or sampled trees gets a chain of 1, because only its q after the root is
+    used, or its first token.
     """
-    draws = isinstance(drafter.draft_shape, Chain | SampledTree)
-    return replace(drafter, draft=Chain(1)) if draws else drafter  # pyright: ignore[reportArgumentType]
+    one_is_enough = isinstance(drafter.draft_shape, Chain | SampledTree)
+    return replace(drafter, draft=Chain(1)) if one_is_enough else drafter  # pyright: ignore[reportArgumentType]
 
 
 @partial(jax.jit, static_argnames="repeats")
@@ -303,9 +311,9 @@ def _first_drafts(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the first drafted token of each root ``[rows, repeats]``, and q ``[rows, V]``."""
     draft, _ = decoding.propose_step(target, drafter, replace(state, keys=keys))
-    first = jnp.asarray(tree.first_children(draft.parents))[..., 0]
+    first_child = jnp.asarray(tree.first_children(draft.parents))[..., 0]
     tokens = jnp.take_along_axis(
-        draft.tokens, jnp.broadcast_to(first, keys.shape)[:, None], axis=1
+        draft.tokens, jnp.broadcast_to(first_child, keys.shape)[:, None], axis=1
     )[:, 0]
     return tokens.reshape(-1, repeats), None if draft.q is None else draft.q[::repeats, 0]
 
@@ -314,66 +322,69 @@ def _first_drafts(
 
 
 @struct.dataclass
-class _Read:
+class _Intervals:
     """The intervals of R texts of T tokens in the target's distribution, and their scores.
 
     Attributes:
-        below: ``[R, T]`` the target's probability of all tokens that are likelier.
-        own: ``[R, T]`` the target's probability of the token itself and of equally likely ones.
-        preferred: ``[R, T]`` the target's probability of all tokens that the drafter prefers.
-        alike: ``[R, T]`` the target's probability of the token and of equally preferred ones.
-        score: ``[R, T]`` the derivative of the token's log-probability with respect to the share by
-            which drafted tokens are preferred.
-        variance: ``[R, T]`` the variance of the score under the target; its mean is 0.
-        third: ``[R, T]`` the mean of the cube of the score under the target.
+        likelier_mass: ``[R, T]`` the target's probability of all tokens that are likelier.
+        equal_mass: ``[R, T]`` the target's probability of the token itself and of equally likely
+            ones.
+        preferred_mass: ``[R, T]`` the target's probability of all tokens that the drafter prefers
+            to the token.
+        tied_mass: ``[R, T]`` the target's probability of the token and of equally preferred ones.
+        score: ``[R, T]`` the relative change of the token's probability, per unit of excess
+            preference for drafted tokens.
+        variance: ``[R, T]`` the variance of the score under the target. The mean of the score is 0.
+        third_moment: ``[R, T]`` the mean of the cube of the score under the target.
         outside: ``[R, T]`` bool whether truncation excludes the token.
     """
 
-    below: jax.Array
-    own: jax.Array
-    preferred: jax.Array
-    alike: jax.Array
+    likelier_mass: jax.Array
+    equal_mass: jax.Array
+    preferred_mass: jax.Array
+    tied_mass: jax.Array
     score: jax.Array
     variance: jax.Array
-    third: jax.Array
+    third_moment: jax.Array
     outside: jax.Array
 
 
 @jax.jit
-def _read(
+def _reread(
     target: Target,
     drafter: Drafter,
     state: decoding.DecodeState,
     texts: jax.Array,
     rounding: jax.Array | float,
-    looser: jax.Array | float,
-) -> _Read:
+    top_p_factor: jax.Array | float,
+) -> _Intervals:
     """Read texts again with the target and the drafter.
 
     Args:
         target: the target.
-        drafter: the drafter from `_reader`.
+        drafter: the drafter from `_rereading_drafter`.
         state: the state after the prompts.
         texts: ``[T, R]`` the sampled tokens.
         rounding: see `draw_and_test`.
-        looser: the factor by which rounding may enlarge the probability that top-p keeps.
+        top_p_factor: the factor of top-p that allows for rounding: a token at the border is not
+            counted as excluded.
 
     Returns:
-        The `_Read`, all of its arrays ``[T, R]``.
+        The `_Intervals`, all of its arrays ``[T, R]``.
     """
 
     def read_token(
         state: decoding.DecodeState, token: jax.Array
-    ) -> tuple[decoding.DecodeState, _Read]:
+    ) -> tuple[decoding.DecodeState, _Intervals]:
         draft, after, logits = _forced_step(target, drafter, state, token)
         p = probabilities(logits, state.sampling)
-        loose = replace(state.sampling, top_p=jnp.minimum(1.0, state.sampling.top_p * looser))
+        loose = replace(state.sampling, top_p=jnp.minimum(1.0, state.sampling.top_p * top_p_factor))
         raised = logits + rounding * jax.nn.one_hot(token, logits.shape[-1])
         if loose.truncated:
             outside = _at(probabilities(raised, loose), token) == 0
         else:
             outside = jnp.zeros(token.shape, bool)
-        return after, _place(draft, p, logits, state.sampling, token, outside)
+        return after, _intervals_of(draft, p, logits, state.sampling, token, outside)
 
     return jax.lax.scan(read_token, state, texts)[1]
 
@@ -388,13 +399,13 @@ def _forced_step(
         those of plain decoding.
     """
     draft, state = decoding.propose_step(target, drafter, state)
-    root, room = state.roots[:, None], draft.depth + 1
+    root, path_length = state.roots[:, None], draft.depth + 1
     output, entries = target.score(root, state.cache, taps=drafter.taps(target.config))
     count = jnp.ones_like(state.lengths)
     cache = state.cache.append(entries, count, after=output.hidden)
 
     def padded(leaf: jax.Array, axis: int = 1) -> jax.Array:
-        return jnp.pad(leaf, [(0, room - 1 if i == axis else 0) for i in range(leaf.ndim)])
+        return jnp.pad(leaf, [(0, path_length - 1 if i == axis else 0) for i in range(leaf.ndim)])
 
     committed = Committed(
         tokens=padded(root),
@@ -404,7 +415,9 @@ def _forced_step(
         count=count,
         cache=cache,
     )
-    verdict = Verdict(path=jnp.zeros((len(count), room), jnp.int32), count=count, token=token)
+    verdict = Verdict(
+        path=jnp.zeros((len(count), path_length), jnp.int32), count=count, token=token
+    )
     positions = jnp.minimum(state.lengths, state.tokens.shape[1] - 1)
     next_state = replace(
         state,
@@ -417,15 +430,15 @@ def _forced_step(
     return draft, next_state, output.logits[:, 0]
 
 
-def _place(
+def _intervals_of(
     draft: Draft,
     p: jax.Array,
     logits: jax.Array,
     sampling: RowSampling,
     token: jax.Array,
     outside: jax.Array,
-) -> _Read:
-    """Return the `_Read` of one position, ``[R]`` each.
+) -> _Intervals:
+    """Return the `_Intervals` of one position, ``[R]`` each.
 
     ``p`` and ``logits [R, V]`` are the target's.
     """
@@ -435,13 +448,13 @@ def _place(
     else:
         order = _order_of_children(draft, p.shape[-1])
         preference, change = -order, _change_if_chosen_too_much(p, jnp.isfinite(order))
-    ratio = change / jnp.where(p > 0, p, 1.0)
-    return _Read(
+    score = change / jnp.where(p > 0, p, 1.0)
+    return _Intervals(
         *_masses(p, p, token),
         *_masses(p, preference, token),
-        score=_at(ratio, token),
-        variance=jnp.sum(change * ratio, axis=-1),
-        third=jnp.sum(change * ratio**2, axis=-1),
+        score=_at(score, token),
+        variance=jnp.sum(change * score, axis=-1),
+        third_moment=jnp.sum(change * score**2, axis=-1),
         outside=outside,
     )
 
@@ -455,17 +468,18 @@ def _masses(p: jax.Array, order: jax.Array, token: jax.Array) -> tuple[jax.Array
 
 
 def _change_if_accepted_too_much(p: jax.Array, q: jax.Array) -> jax.Array:
-    """Return the change ``[R, V]`` of p if sampled tokens are accepted too often by `_SHARE`.
+    """Return the change ``[R, V]`` of p if sampled tokens are accepted too often by `_EXCESS`.
 
-    It is divided by `_SHARE`. A token gains that share of its p, at most q - p. All other tokens
-    lose a part of the probability that they get after a rejection.
+    A token with q > p gains `_EXCESS` times its p, at most q - p. The total gain is taken from the
+    tokens with p > q, in proportion to p - q. The result is divided by `_EXCESS`, so it is the
+    change per unit of excess.
     """
-    gain = jnp.minimum(jnp.maximum(q - p, 0.0), _SHARE * p)
+    gain = jnp.minimum(jnp.maximum(q - p, 0.0), _EXCESS * p)
     missing = jnp.maximum(p - q, 0.0)
     total = jnp.sum(missing, axis=-1, keepdims=True)
     return (
         gain - missing * jnp.sum(gain, axis=-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
-    ) / _SHARE
+    ) / _EXCESS
 
 
 def _change_if_chosen_too_much(p: jax.Array, drafted: jax.Array) -> jax.Array:
@@ -475,7 +489,7 @@ def _change_if_chosen_too_much(p: jax.Array, drafted: jax.Array) -> jax.Array:
     others are nearly impossible are left out, because a single token would decide the score.
     """
     mass = jnp.sum(jnp.where(drafted, p, 0.0), axis=-1, keepdims=True)
-    is_used = (mass > 0.01) & (mass < 1 - _SHARE)
+    is_used = (mass > 0.01) & (mass < 1 - _EXCESS)
     return jnp.where(
         is_used, p * jnp.where(drafted, 1.0, -mass / jnp.where(is_used, 1 - mass, 1.0)), 0.0
     )
@@ -494,7 +508,10 @@ def _order_of_children(draft: Draft, vocab: int) -> jax.Array:
 
 
 def _untruncated(p: jax.Array, logits: jax.Array, sampling: RowSampling) -> jax.Array:
-    """Return p, and for each token that truncation excludes, the p that it would have otherwise."""
+    """Return p, extended to the tokens that truncation excludes.
+
+    It is the untruncated softmax, scaled so that it equals p for all tokens that are not excluded.
+    """
     if not sampling.truncated:
         return p
     whole = jax.nn.softmax(logits / sampling.temperature[:, None], axis=-1)
@@ -515,36 +532,46 @@ def _at(values: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def _judge(
-    readings: Sequence[_Read], drafts: _Drafts, rule: Rule, rng: np.random.Generator
-) -> Distribution:
-    read = jax.tree.map(lambda *batches: np.concatenate(batches), *readings)
-    p_values = {"joint": _joint(_spread(read.below, read.own, rng))}
-    score, variance, third = (
-        float(moment.sum(dtype=np.float64)) for moment in (read.score, read.variance, read.third)
+    batch_intervals: Sequence[_Intervals],
+    draft_counts: _DraftCounts,
+    rule: Rule,
+    rng: np.random.Generator,
+) -> DistributionResult:
+    intervals = jax.tree.map(lambda *batches: np.concatenate(batches), *batch_intervals)
+    p_values = {
+        "joint": _triples_p_value(
+            _uniform_in_intervals(intervals.likelier_mass, intervals.equal_mass, rng)
+        )
+    }
+    score, variance, third_moment = (
+        float(moment.sum(dtype=np.float64))
+        for moment in (intervals.score, intervals.variance, intervals.third_moment)
     )
-    against_q = drafts.p_value()
+    against_q = draft_counts.p_value()
     if against_q is not None:
         p_values["drafts against q"] = against_q
     detectable = None
     if variance > _LEAST_VARIANCE:
-        u = _spread(read.preferred, read.alike, rng)
-        p_values["by preference"] = _even((u.ravel() * _BINS).astype(int), _BINS)
-        p_values["towards the drafter"] = _tails(score / np.sqrt(variance), third / variance**1.5)
+        u = _uniform_in_intervals(intervals.preferred_mass, intervals.tied_mass, rng)
+        p_values["by preference"] = _uniformity_p_value((u.ravel() * _BINS).astype(int), _BINS)
+        p_values["towards the drafter"] = _score_p_value(
+            score / np.sqrt(variance), third_moment / variance**1.5
+        )
         needed = -special.ndtri(FALSE_ALARM / 2 / len(p_values)) - special.ndtri(0.05)
         detectable = float(needed / np.sqrt(variance))
-    outside = int(read.outside.sum())
-    return Distribution(
+    outside = int(intervals.outside.sum())
+    return DistributionResult(
         p_value=0.0 if outside else min(1.0, len(p_values) * min(p_values.values())),
         p_values=p_values,
-        draws=read.outside.size,
-        texts=len(read.outside),
+        draws=intervals.outside.size,
+        texts=len(intervals.outside),
         outside=outside,
         detectable=detectable,
         rule=rule,
     )
 
 
-def _tails(z: float, skewness: float) -> float:
+def _score_p_value(z: float, skewness: float) -> float:
     """Return the p-value of ``z``, a sum with mean 0, variance 1 and this skewness.
 
     It is twice the tail of Pearson's type III distribution, a gamma distribution that is shifted to
@@ -559,18 +586,20 @@ def _tails(z: float, skewness: float) -> float:
     return min(1.0, 2 * float(min(special.gammainc(shape, at), special.gammaincc(shape, at))))
 
 
-def _spread(below: np.ndarray, width: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _uniform_in_intervals(
+    below: np.ndarray, width: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
     """Draw a uniform number from each interval, within [0, 1)."""
     return np.clip(below + rng.random(width.shape) * width, 0.0, 1 - 1e-9)
 
 
-def _even(cells: np.ndarray, count: int) -> float:
+def _uniformity_p_value(cells: np.ndarray, count: int) -> float:
     """Return the p-value of cell indices that should be uniform over ``count`` cells."""
     return g_test(np.bincount(cells, minlength=count).astype(float), np.full(count, 1 / count))
 
 
-def _joint(u: np.ndarray) -> float:
+def _triples_p_value(u: np.ndarray) -> float:
     """Return the p-value of disjoint triples of successive ``u [R, T]`` in the cells of a cube."""
     triples = u[:, : u.shape[1] // 3 * 3].reshape(-1, 3)
     side = int(np.clip((len(triples) / 60) ** (1 / 3), 2, 6))
-    return _even((triples * side).astype(int) @ side ** np.arange(3), side**3)
+    return _uniformity_p_value((triples * side).astype(int) @ side ** np.arange(3), side**3)

@@ -19,7 +19,7 @@ from specjax.drafters.base import Drafter
 from specjax.errors import InputError
 from specjax.evaluation import drawn_texts, same_texts
 from specjax.evaluation.conformance import SETTINGS
-from specjax.evaluation.drawn_texts import Distribution
+from specjax.evaluation.drawn_texts import DistributionResult
 from specjax.evaluation.same_texts import ROWS, SameTexts
 from specjax.models.transformer import Target
 from specjax.progress import waiting
@@ -58,7 +58,7 @@ class LosslessnessVerdict:
     """
 
     greedy: SameTexts
-    distribution: Distribution
+    distribution: DistributionResult
     coupled: SameTexts
 
     @property

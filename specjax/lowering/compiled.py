@@ -404,9 +404,9 @@ def _costs(program: hlo.HloProgram, turn: hlo.Turn) -> TurnCosts:
         turns=turn.turns,
         bytes=program.bytes_moved(turn.operations),
         collectives=dict(Counter(operation.collective for operation in collectives)),
-        collective_bytes=sum(hlo.array_bytes(operation) for operation in collectives),
+        collective_bytes=sum(hlo.collective_bytes(operation) for operation in collectives),
         sent=sum(
-            hlo.array_bytes(operation) * (1 + (operation.collective == "all-reduce"))
+            hlo.collective_bytes(operation) * (1 + (operation.collective == "all-reduce"))
             for operation in collectives
         ),
         slice_bytes=hlo.sent_between_slices(turn.operations),

@@ -14,6 +14,7 @@ from functools import cached_property
 # An array, such as bf16[8,128]{1,0:T(8,128)S(1)}.
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPERATION = re.compile(r"\s*(ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+# Kinds of operations that move no data themselves.
 _NOTHING_MOVES = {
     *("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota"),
     *("while", "conditional", "call", "after-all", "async-update"),
@@ -22,7 +23,8 @@ _NOTHING_MOVES = {
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 """The collective operations, by which chips exchange data."""
 _SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice", "scatter")
-_LAID_ANEW = {
+# A fusion of these kinds alone only changes the layout of its operands.
+_LAYOUT_ONLY = {
     "parameter",
     "copy",
     "transpose",
@@ -32,6 +34,7 @@ _LAID_ANEW = {
     "bitcast",
     "tuple",
 }
+# Kinds of operations that each run as a kernel of their own.
 _KERNELS = {
     "fusion",
     "custom-call",
@@ -48,7 +51,8 @@ _KERNELS = {
 def main_memory_bytes(shape: str) -> int:
     """Return the bytes in main memory of an array or a tuple of arrays.
 
-    Arrays in a chip's fast memory, which the text marks ``S(1)``, do not count.
+    Arrays in other memory spaces, which the text marks ``S(n)``, do not count. ``S(1)`` is a chip's
+    fast memory.
     """
     return sum(_sizes(shape))
 
@@ -56,9 +60,9 @@ def main_memory_bytes(shape: str) -> int:
 def _sizes(shape: str) -> list[int]:
     """Return `main_memory_bytes` of each array of a tuple."""
 
-    def size(kind: str, bits: str, dims: str, at: str) -> int:
+    def size(kind: str, bits: str, dims: str, layout: str) -> int:
         count = math.prod(map(int, filter(None, dims.split(","))))
-        return 0 if "S(" in at else count if kind == "pred" else -(-count * int(bits) // 8)
+        return 0 if "S(" in layout else count if kind == "pred" else -(-count * int(bits) // 8)
 
     return [size(*array) for array in _ARRAY.findall(shape)]
 
@@ -104,18 +108,18 @@ class Operation:
         return kind if kind in COLLECTIVES else ""
 
     @property
-    def is_sent_between_slices(self) -> bool:
+    def sends_between_slices(self) -> bool:
         """True if it sends its operand to other slices of TPUs over the data center network."""
         return self.kind == "send" and "xla_megascale_runtime" in self.text
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The operations of one iteration of a loop.
+    """The operations of one iteration of a loop, or of the computation that contains the loops.
 
     Attributes:
         operations: the operations of the loop's body. A loop inside it has its own `Turn`.
-        turns: how often they run in one step.
+        turns: how often the body runs in one run of the starting computation.
     """
 
     operations: tuple[Operation, ...]
@@ -151,13 +155,13 @@ class HloProgram:
         bodies = [name for loop in loops for name in loop.computations("body")]
         return max(bodies, key=lambda name: len(self.computations[name]), default=self.entry)
 
-    def turns(self, start: str, unknown: Callable[[str], int]) -> list[Turn]:
+    def turns(self, start: str, assumed_trip_count: Callable[[str], int]) -> list[Turn]:
         """Return the operations of one run of a computation, then those of the loops inside it.
 
         Args:
             start: the name of the computation.
-            unknown: the assumed number of iterations of a loop whose end depends on data, by its
-                origin.
+            assumed_trip_count: returns the assumed number of iterations of a loop, from its origin.
+                It is used for loops whose number of iterations is not in the text.
         """
         loop_turns: list[Turn] = []
 
@@ -182,16 +186,19 @@ class HloProgram:
                 if operation.kind == "while":
                     (body,) = operation.computations("body")
                     (condition,) = operation.computations("condition")
-                    visit(body, turns * self._length(operation, condition, unknown))
+                    visit(body, turns * self._trip_count(operation, condition, assumed_trip_count))
 
         visit(start, 1)
         return loop_turns
 
-    def _length(self, loop: Operation, condition: str, unknown: Callable[[str], int]) -> int:
+    def _trip_count(
+        self, loop: Operation, condition: str, assumed_trip_count: Callable[[str], int]
+    ) -> int:
         """Return the number of iterations of a loop, from its text or its condition if possible."""
         if trip_count := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
             return int(trip_count[1])
-        # A loop that only counts compares a counter with a single constant.
+        # If the condition only compares a counter with one constant, the constant is the number of
+        # iterations: JAX's loops count from 0 by 1.
         compared = [
             operation for operation in self.computations[condition].values() if operation.is_root
         ]
@@ -210,7 +217,7 @@ class HloProgram:
             number = re.match(r"(\d+)\)", constants[0].text)
             if plain and number:
                 return int(number[1])
-        return unknown(loop.origin)
+        return assumed_trip_count(loop.origin)
 
     # --- what a turn costs ---
 
@@ -218,9 +225,9 @@ class HloProgram:
         """Return the bytes that operations read from and write to a chip's main memory.
 
         An operand of which only a slice is read counts as that slice. An operand that is updated in
-        place counts as the update. A custom kernel reads each operand as a whole, and only once if
-        it has the operand several times, but at most the bytes that it declares to access: it reads
-        only those pages of a pool that belong to its rows.
+        place counts as the update. A custom kernel reads each distinct operand once and as a whole,
+        but at most its declared ``bytes_accessed``. (A paged kernel declares less than the whole
+        pool, because it reads only the pages of its rows.)
         """
         return sum(
             bytes_read + bytes_written for _, bytes_read, bytes_written in self.moved(operations)
@@ -235,33 +242,40 @@ class HloProgram:
                     yield operation, bytes_read, bytes_written
 
     def copies(
-        self, operations: Sequence[Operation], uncopied: Sequence[tuple[int, Sequence[int]]]
+        self, operations: Sequence[Operation], watched_arrays: Sequence[tuple[int, Sequence[int]]]
     ) -> list[str]:
-        """Return the shapes of copies within main memory, alone or joined with other arrays.
+        """Return the shapes of operations that copy an array within main memory.
+
+        An operation that joins the array with other ones counts as well.
 
         Args:
             operations: the operations of a turn.
-            uncopied: the arrays to look for: their minimum bytes, and lengths of some of their
-                axes. The axes of a copy may be a little longer.
+            watched_arrays: the arrays that should not be copied, each as its bytes and the lengths
+                of some of its axes. An operation counts if it moves at least these bytes, and its
+                shape has these axes, each less than 10% longer.
         """
 
-        def counts(operation: Operation, size: int) -> bool:
+        def is_watched(operation: Operation, size: int) -> bool:
             axes = _dimensions(operation.shape)
             return any(
-                size >= minimum and _has_axes(axes, lengths) for minimum, lengths in uncopied
+                size >= minimum and _has_axes(axes, lengths) for minimum, lengths in watched_arrays
             )
 
         return [
             without_layout(operation.shape)
             for operation, bytes_read, bytes_written in self.moved(operations)
-            if self._is_copy(operation) and counts(operation, min(bytes_read, bytes_written))
+            if self._is_copy(operation) and is_watched(operation, min(bytes_read, bytes_written))
         ]
 
     def _is_copy(self, operation: Operation) -> bool:
-        """Return whether an operation only rearranges its operands. A prefetch counts as well."""
+        """Return whether an operation only copies or rearranges its operands.
+
+        It may be a fusion of such operations. A ``copy-start`` counts as well, which may be a
+        prefetch into fast memory. A transpose or a pad counts only inside a fusion.
+        """
         if operation.kind == "fusion":
-            (inside,) = operation.computations("calls")
-            return {inner.kind for inner in self.computations[inside].values()} <= _LAID_ANEW
+            (fused_name,) = operation.computations("calls")
+            return {inner.kind for inner in self.computations[fused_name].values()} <= _LAYOUT_ONLY
         return operation.kind in ("copy", "copy-start", "concatenate")
 
     def _moved_by(self, operation: Operation) -> tuple[int, int]:
@@ -269,7 +283,7 @@ class HloProgram:
         operands = [self._shape(name) for name in operation.operands]
         result = main_memory_bytes(operation.shape)
         if operation.kind.endswith("slice-start"):  # ((source, …), slice, …)
-            part = _elements(operation.shape)[1]
+            part = _split_tuple(operation.shape)[1]
             return main_memory_bytes(without_layout(part)), main_memory_bytes(part)
         if operation.kind == "copy-start":  # (copy, source, …)
             bytes_written, bytes_read = _sizes(operation.shape)[:2]
@@ -288,40 +302,40 @@ class HloProgram:
             declared = re.search(r'"bytes_accessed":"(\d+)"', operation.text)
             return min(bytes_read, int(declared[1])) if declared else bytes_read, result
         if operation.collective and operation.kind.endswith("-start"):
-            result = main_memory_bytes(_exchanged(operation))
+            result = main_memory_bytes(_collective_result_shape(operation))
         return sum(map(main_memory_bytes, operands)), result
 
     def _moved_by_fusion(
         self, operation: Operation, operands: list[str], result: int
     ) -> tuple[int, int]:
-        inside = self.computations[operation.computations("calls")[0]]
+        fused = self.computations[operation.computations("calls")[0]]
         bytes_read, bytes_written = 0, result
-        for parameter, operand in zip(_parameters(inside), operands, strict=False):
+        for parameter, operand in zip(_parameters(fused), operands, strict=False):
             size = main_memory_bytes(operand)
-            names, users = _users(inside, parameter)
+            names, users = _users(fused, parameter)
             kinds = {user.kind if user.operands[0] in names else "other" for user in users}
             if not size or not users:
                 continue
             if kinds <= set(_UPDATES):
                 # The operand is updated in place: it is neither read nor written as a whole.
                 update = sum(
-                    main_memory_bytes(without_layout(inside[user.operands[_update_of(user)]].shape))
+                    main_memory_bytes(without_layout(fused[user.operands[_update_of(user)]].shape))
                     for user in users
                 )
                 bytes_read = bytes_read + update
                 bytes_written = max(bytes_written - size, 0) + update
             else:
-                bytes_read += min(size, self._read_of(inside, parameter, size))
+                bytes_read += min(size, self._read_of(fused, parameter, size))
         return bytes_read, bytes_written
 
-    def _read_of(self, inside: Mapping[str, Operation], parameter: str, size: int) -> int:
-        """Return the bytes that a fusion reads of a parameter of this size: slices or all of it.
+    def _read_of(self, fused: Mapping[str, Operation], parameter: str, size: int) -> int:
+        """Return how many of the ``size`` bytes of a parameter a fusion reads.
 
-        A fusion may contain fusions: for instance, one slices a matrix out of a stack of experts,
-        and another one multiplies with it.
+        It reads only slices of the parameter, if it uses nothing else of it. Fusions may be nested:
+        for instance, an inner one slices the matrix of one expert out of a stack.
         """
-        names, users = _users(inside, parameter)
-        if any(inside[name].is_root for name in names):  # the parameter is returned as it is
+        names, users = _users(fused, parameter)
+        if any(fused[name].is_root for name in names):  # the parameter is returned as it is
             return size
         bytes_read = 0
         for user in users:
@@ -382,7 +396,7 @@ def _parameters(computation: Mapping[str, Operation]) -> list[str]:
 def without_layout(shape: str) -> str:
     """Remove the layout from a printed shape, and with it the memory space.
 
-    Inside a fusion, values have no memory space.
+    Use it for values inside a fusion, whose printed memory space means nothing.
     """
     return re.sub(r"\{[^}]*\}", "", shape)
 
@@ -407,29 +421,29 @@ def _operation(line: str) -> Operation | None:
 
 
 def kernels(operations: tuple[Operation, ...]) -> int:
-    """Count the operations that a GPU launches as kernels, or a TPU as separate programs."""
+    """Count the operations that each run as a kernel: a rough measure of launch overhead."""
     return sum(operation.kind in _KERNELS for operation in operations)
 
 
-def array_bytes(operation: Operation) -> int:
+def collective_bytes(operation: Operation) -> int:
     """Return the bytes of the result of a collective, in any memory.
 
     For an operation that starts a collective, it is the result of that collective.
     """
-    return sum(_sizes(without_layout(_exchanged(operation))))
+    return sum(_sizes(without_layout(_collective_result_shape(operation))))
 
 
 def sent_between_slices(operations: Sequence[Operation]) -> int:
     """Return the bytes that one chip sends to other slices, without those sent inside a slice."""
-    sent = [operation for operation in operations if operation.is_sent_between_slices]
-    return sum(sum(_sizes(without_layout(_elements(operation.shape)[0]))) for operation in sent)
+    sent = [operation for operation in operations if operation.sends_between_slices]
+    return sum(sum(_sizes(without_layout(_split_tuple(operation.shape)[0]))) for operation in sent)
 
 
-def _exchanged(operation: Operation) -> str:
+def _collective_result_shape(operation: Operation) -> str:
     """Return the part of the printed shape of a collective that is its result."""
     # The shape of such a start is (operand, result, …).
     if operation.kind.endswith("-start") and operation.collective != "all-reduce":
-        return _elements(operation.shape)[1]
+        return _split_tuple(operation.shape)[1]
     return operation.shape
 
 
@@ -439,7 +453,7 @@ def _dimensions(shape: str) -> list[int]:
 
 
 def _has_axes(axes: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Return whether each length belongs to a different axis, which may be up to a tenth longer."""
+    """Return whether the lengths fit distinct axes, each of this length or less than 10% longer."""
     unmatched = sorted(axes)
     for length in sorted(lengths):
         axis = next((axis for axis in unmatched if length <= axis < 1.1 * length), None)
@@ -449,7 +463,7 @@ def _has_axes(axes: Sequence[int], lengths: Sequence[int]) -> bool:
     return True
 
 
-def _elements(shape: str) -> list[str]:
+def _split_tuple(shape: str) -> list[str]:
     """Return the elements of a printed tuple, which may be tuples themselves."""
     elements, depth = [""], 0
     for letter in shape.removeprefix("(").removesuffix(")"):

@@ -2,7 +2,8 @@
 
 A layer stores one or more arrays for every token: its *entry*. In ordinary attention these are keys
 and values. The model declares how many parts a layer's entry has and how large they are
-(`ModelConfig.entry_parts`). The entry of a layer that reads another layer's entries has no parts.
+(`ModelConfig.entry_parts`). A layer that shares the entries of an earlier layer has an entry
+without parts, ``()``.
 
 A part is one array, or two if it is quantized to 8 bits (`specjax.models.quantized_cache`). The
 functions here treat both alike: slots are the third axis of every array.
@@ -34,11 +35,11 @@ The tokens of a head are contiguous, as attention reads them, so that attention 
 copy.
 """
 
-Other = tuple[Entry, jax.Array]
-"""Tokens outside the cache, as a kernel reads them: their entry and their mask.
+ExtraTokens = tuple[Entry, jax.Array]
+"""Tokens that a kernel attends to beside the cache, such as a draft's scratch: entry and mask.
 
-The parts are ``[B, heads, n, dim]``; the mask is ``[B, R, n]`` int8: which tokens each of R queries
-sees.
+The parts are ``[B, heads, n, dim]``. The mask ``[B, R, n]`` int8 says which of the n tokens each of
+the R queries sees.
 """
 
 
@@ -46,9 +47,10 @@ Parts = Sequence[tuple[int, int]]
 """The ``(heads, dim)`` of each part of a layer's entry."""
 
 Memory = Parts | LinearAttention
-"""The memory of a layer, as `ModelConfig.memory` returns it.
+"""What a layer remembers, as `ModelConfig.memory` returns it.
 
-It is the parts of an entry for every token, or the sizes of a state.
+It is the parts of the entry that the layer stores for each token, or the sizes of its one state for
+the whole text.
 """
 
 
@@ -68,8 +70,8 @@ def empty_entries(
         batch: the number of rows.
         slots: the number of tokens of a row.
         dtype: the type of the parts. Parts of int8 have scales.
-        activations: the type of the activations; the entries of layers with a state store some.
-            None for ``dtype``.
+        activations: the type of the activations, some of which the entries of layers with a state
+            hold: the inputs of the convolution. None for ``dtype``.
         mesh: the mesh to put the arrays on.
     """
 
@@ -110,17 +112,22 @@ def _placed(array: jax.Array, mesh: Mesh | None) -> jax.Array:
     return by_heads(array, array.shape[1], mesh)
 
 
-def slots_of(entries: Sequence[Entry]) -> int:
-    """Return the number of tokens of a row, S. At least one layer must have an entry."""
+def num_slots(entries: Sequence[Entry]) -> int:
+    """Return the length of the axis of tokens, such as the number of slots of a row, S.
+
+    For pools it is the size of a page. At least one layer must have an entry.
+    """
     return jax.tree.leaves(tuple(entries))[0].shape[2]
 
 
-def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
-    """Return the entries of each row's or each head's ``tokens``, in that order.
+def gather_entries(
+    entries: Sequence[Entry], indices: Int[Array, "B *heads n"]
+) -> tuple[Entry, ...]:
+    """Return the entries at each row's or each head's ``indices``, in that order.
 
     The entries at negative indices are arbitrary.
     """
-    by_head = _by_head(tokens)
+    by_head = _by_head(indices)
 
     def gather(buffer: jax.Array) -> jax.Array:
         return jnp.take_along_axis(
@@ -130,9 +137,9 @@ def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B *heads n"]) -
     return jax.tree.map(gather, tuple(entries))
 
 
-def _by_head(tokens: Int[Array, "B *heads n"]) -> Int[Array, "B heads n"]:
+def _by_head(indices: Int[Array, "B *heads n"]) -> Int[Array, "B heads n"]:
     """Return the indices as ``[B, heads|1, n]``, with 0 for negative ones."""
-    return jnp.maximum(tokens if tokens.ndim == 3 else tokens[:, None], 0)
+    return jnp.maximum(indices if indices.ndim == 3 else indices[:, None], 0)
 
 
 def place_entries(
@@ -157,9 +164,9 @@ def place_entries(
         new: the entries of further tokens by layer.
         offset: the first slot to write, the same for all rows.
         after: any array that depends on everything that was read of ``scratch`` before. XLA then
-            writes in place. With a wrong array it may copy all of the scratch at every call, before
-            anything else, which keeps a TPU from fetching weights; the result is the same. See
-            `_known_after` for how to notice it.
+            writes in place. If it does not depend on all of those reads, the result is the same,
+            but XLA may copy the whole scratch at the start of every call. (On a TPU, that copy also
+            delays the prefetch of weights.) See `_count_depending_on` for how to notice it.
     """
     offset, _ = jax.lax.optimization_barrier((offset, after))
 
@@ -182,7 +189,8 @@ class KVCache:
         layers: one `Entry` of ``S`` slots for each layer; the parts may differ by layer. It is a
             tuple of separate buffers, not one stacked array: XLA updates separate buffers in place
             in a donated loop, and copies a stacked one. ``()`` for a layer with a state.
-        length: ``[B]`` int32, the number of committed tokens of each row.
+        length: ``[B]`` int32, the number of committed tokens of each row. It also counts tokens
+            that did not fit.
         states: the states by layer, and None for layers without one; ``()`` if no layer has one. A
             smaller ``length`` does not roll them back.
     """
@@ -216,11 +224,11 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """The number of slots of a row, S."""
-        return slots_of(self.layers)
+        return num_slots(self.layers)
 
     @property
     def filled(self) -> Int[Array, " B"]:
-        """The number of filled slots of each row: the first ones."""
+        """The number of filled slots of each row. They are its first slots."""
         return self.length
 
     def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
@@ -241,18 +249,21 @@ class KVCache:
     ) -> "KVCache":
         """Commit the first ``count [B]`` of each row's ``n`` new entries.
 
-        Tokens that do not fit are dropped. They never overwrite filled slots.
+        The entries of tokens that do not fit are dropped. They never overwrite filled slots. But
+        ``length`` counts these tokens, so the caller must make sure that all fit.
 
         Args:
-            new: the entries by layer; for a layer with a state, also the state after those tokens.
-            count: the number of tokens to commit; 0 leaves a row as it is.
+            new: by layer, the entry of the n tokens. A layer with a state may instead have the
+                `State` after the ``count`` tokens, which replaces the old one.
+            count: the number of tokens to commit; 0 leaves a row as it is, except that a `State`
+                in ``new`` is taken as it is.
             after: ``[B, …]`` any array whose first element in each row depends on everything that
                 was read of this cache: the write waits for it. A wrong array costs only time, see
-                `_known_after`.
+                `_count_depending_on`.
         """
-        count = _known_after(count, after)
-        entries, states = committed(self.states, new, count)
-        step = jnp.arange(slots_of(entries))[None]
+        count = _count_depending_on(count, after)
+        entries, states = split_entries_and_states(self.states, new, count)
+        step = jnp.arange(num_slots(entries))[None]
         # Beyond `count` the destination is out of range, where a scatter in drop mode writes
         # nothing.
         slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
@@ -266,12 +277,12 @@ def _chosen(values: tuple[Any, ...], layers: Sequence[int]) -> tuple[Any, ...]:
     return tuple(values[layer] for layer in layers) if values else ()
 
 
-def committed(
+def split_entries_and_states(
     states: tuple[State | None, ...], new: Sequence[Entry | State], count: Int[Array, " B"]
 ) -> tuple[tuple[Entry, ...], tuple[State | None, ...]]:
     """Return the entries that go into slots, and the states after the first ``count [B]`` tokens.
 
-    The entries of layers with a state are ``()``.
+    The entries of layers with a state are ``()``. A `State` in ``new`` is returned as it is.
     """
     if not states:
         return tuple(new), ()  # pyright: ignore[reportReturnType]
@@ -291,7 +302,7 @@ def committed(
 class PagedCache:
     """A `KVCache` in pages: rows take only the memory that they need, and may share a prefix.
 
-    All rows have one pool of pages. The block table of a row says which pages hold its tokens: the
+    All rows have one pool of pages. The page table of a row says which pages hold its tokens: the
     token at position p is in page ``table[row, p // page]``, at offset ``p % page``. The caller
     must make tables in which no page is written by two rows. A page that no row reads may hold
     anything, NaN too.
@@ -299,8 +310,9 @@ class PagedCache:
     Attributes:
         layers: one `Entry` for each layer, whose parts are pools ``[pages, heads, page, dim]``.
             They have no row axis.
-        table: ``[B, n]`` int32, the pages of each row in order. Unused columns are ``pages``, which
-            is out of range; never -1, which is the last page.
+        table: ``[B, n]`` int32, the pages of each row in order. Unused columns have the index
+            ``pages``, which is out of range, so that writes there are dropped. They are not -1: JAX
+            would take that for the last page.
         length: ``[B]`` int32, the number of committed tokens of each row.
         states: as in `KVCache`. They have a row axis and are not paged.
         groups: static. On a mesh whose data axis splits the rows into groups, each group has its
@@ -355,7 +367,7 @@ class PagedCache:
     @property
     def page(self) -> int:
         """The number of tokens of a page."""
-        return slots_of(self.layers)
+        return num_slots(self.layers)
 
     @property
     def pages(self) -> int:
@@ -369,7 +381,7 @@ class PagedCache:
 
     @property
     def filled(self) -> Int[Array, " B"]:
-        """The number of filled slots of each row: the first ones."""
+        """The number of filled slots of each row. They are its first slots."""
         return self.length
 
     def with_table(self, table: Int[Array, "B n"]) -> "PagedCache":
@@ -393,15 +405,15 @@ class PagedCache:
         self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array
     ) -> "PagedCache":
         """Commit new entries, as `KVCache.append`. Tokens without a page are dropped."""
-        count = _known_after(count, after)
-        entries, states = committed(self.states, new, count)
-        step = jnp.arange(slots_of(entries))[None]
+        count = _count_depending_on(count, after)
+        entries, states = split_entries_and_states(self.states, new, count)
+        step = jnp.arange(num_slots(entries))[None]
         positions = self.length[:, None] + step
         pages, slots = self._slots(positions)
-        # This index is out of range, and a scatter in drop mode does not write there. Positions
-        # beyond the capacity need it, too: `_slots` clamps them to the last page.
-        number = jax.tree.leaves(self.layers)[0].shape[0]
-        pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)
+        # `no_page` is out of range, and a scatter with mode="drop" writes nothing there. Positions
+        # beyond the capacity need it, too: `_slots` has clamped them to the row's last page.
+        no_page = jax.tree.leaves(self.layers)[0].shape[0]
+        pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, no_page)
         layers = jax.tree.map(
             lambda pool, values: by_group(_set_paged, self.groups, pool, pages, slots, values),
             self.layers,
@@ -423,38 +435,42 @@ def groups_of(mesh: Mesh | None) -> int:
 
 
 def by_group(
-    function: Callable[..., jax.Array], groups: int, pool: jax.Array, *of_rows: jax.Array
+    function: Callable[..., jax.Array], groups: int, pool: jax.Array, *row_arrays: jax.Array
 ) -> jax.Array:
-    """Compute ``function(pool, *of_rows)`` for each group of rows and its part of the pool.
+    """Compute ``function(pool, *row_arrays)`` for each group of rows and its part of the pool.
 
-    A mesh exchanges nothing for it.
+    Groups are independent, so on a mesh this needs no communication between devices.
 
     Args:
         function: a function of a pool ``[pages, …]`` and of arrays ``[B, …]``, whose result has
             pages or rows first.
         groups: the number of groups.
         pool: the pools of all groups, one after the other.
-        of_rows: the arrays of all groups, one after the other.
+        row_arrays: the arrays of all groups, one after the other.
     """
     if groups == 1:
-        return function(pool, *of_rows)
-    # The size is not -1: an array may be empty, such as the taps of a drafter without taps.
-    split = [x.reshape(groups, x.shape[0] // groups, *x.shape[1:]) for x in (pool, *of_rows)]
+        return function(pool, *row_arrays)
+    # The size of a group is computed, because reshape cannot infer it (-1) for an array without
+    # elements, such as the taps of a drafter without taps.
+    split = [x.reshape(groups, x.shape[0] // groups, *x.shape[1:]) for x in (pool, *row_arrays)]
     results = jax.vmap(function)(*split)
     return results.reshape(groups * results.shape[1], *results.shape[2:])
 
 
 def read_pages(pool: jax.Array, pages: Int[Array, "B n"]) -> jax.Array:
-    """Return the tokens of the pages of each row in order, ``[B, heads, n page, …]``.
+    """Return one part of the entries in the pages of each row, ``[B, heads, n * page, …]``.
 
-    The tokens of pages that are out of range are arbitrary.
+    The tokens are in the order of the pages. If a page is out of range, its entries are arbitrary.
     """
     paged = pool.at[pages].get(mode="clip")  # [B, n, heads, page, …]
     return jnp.moveaxis(paged, 2, 1).reshape(paged.shape[0], paged.shape[2], -1, *paged.shape[4:])
 
 
 def _gather_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
-    """Return the tokens ``[B, heads, n, …]`` at ``slots`` of ``pages``, ``[B, heads|1, n]``."""
+    """Return one part of the entries at ``slots`` of ``pages [B, heads|1, n]``.
+
+    The result is ``[B, heads, n, …]``.
+    """
     pages, slots = (
         jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, slots)
     )
@@ -469,8 +485,8 @@ def _gather_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Ar
 def _set_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     """Return ``pool`` with ``values [B, heads, n, …]`` at ``slots [B, n]`` of ``pages [B, n]``."""
     # Heads are explicit indices, not a slice: for a slice the TPU compiler wants all heads of a
-    # slot contiguous, and copies the whole pool into that layout. It still sees that each head
-    # stays on its device of a mesh.
+    # slot contiguous, and copies the whole pool into that layout. With explicit indices, too, the
+    # compiler knows that heads do not move between the devices of a mesh.
     heads = jnp.arange(pool.shape[1])[:, None]
     return pool.at[pages[:, None], heads, slots[:, None]].set(
         values.astype(pool.dtype), mode="drop"
@@ -481,14 +497,16 @@ def _set_paged(pool: jax.Array, pages: jax.Array, slots: jax.Array, values: jax.
 class RingCache:
     """A cache of few slots: some that are never overwritten, and a ring for the newest tokens.
 
-    The first ``kept`` slots hold tokens for good: the tokens at positions 0, 1, 2, …, or others
-    that were selected. The token at position p goes to slot ``kept + (p - base) % R`` of the R
-    other slots, and overwrites the token R positions before. Keys carry the rotation of their own
-    positions, and attention does not depend on the order of slots.
+    The first ``kept`` slots are permanent. They hold the first tokens of the text (`Streaming`), or
+    tokens that were selected after the prefill (`SnapKV`). The other R = S - kept slots are a ring:
+    a token at position p >= kept goes to slot ``kept + (p - base) % R``, and overwrites the token
+    at p - R. Keys carry the rotation of their own positions, and attention does not depend on the
+    order of slots.
 
     Attributes:
         layers: one `Entry` of S slots for each layer.
-        length: ``[B]`` int32, the number of tokens that were appended to each row so far.
+        length: ``[B]`` int32, the number of tokens of each row's text so far. Many of them may have
+            no slot any more.
         base: ``[B]`` int32, the position of the first token in the ring, at least ``kept``.
         kept: static, the number of slots that are never overwritten.
         states: as in `KVCache`; they include all tokens.
@@ -511,11 +529,11 @@ class RingCache:
     @property
     def slots(self) -> int:
         """The number of slots of a row, S."""
-        return slots_of(self.layers)
+        return num_slots(self.layers)
 
     @property
     def filled(self) -> Int[Array, " B"]:
-        """The number of filled slots of each row: the first ones."""
+        """The number of filled slots of each row. They are its first slots."""
         return jnp.minimum(self.length, self.slots)
 
     def slot_of(self, positions: Int[Array, "B n"]) -> Int[Array, "B n"]:
@@ -524,7 +542,7 @@ class RingCache:
         in_ring = self.kept + (positions - base) % (self.slots - self.kept)
         return jnp.where(positions < self.kept, positions, in_ring)
 
-    def newest_at(self, length: Int[Array, " B"]) -> Int[Array, "B S"]:
+    def positions_by_slot(self, length: Int[Array, " B"]) -> Int[Array, "B S"]:
         """Return the position of the token in each slot when a row has ``length`` tokens.
 
         It is ``length`` or more for a slot of the ring that is still empty. For a permanent slot it
@@ -543,9 +561,9 @@ class RingCache:
 
         If the ring cannot hold all of them, the newest stay.
         """
-        count = _known_after(count, after)
-        entries, states = committed(self.states, new, count)
-        step = jnp.arange(slots_of(entries))[None]
+        count = _count_depending_on(count, after)
+        entries, states = split_entries_and_states(self.states, new, count)
+        step = jnp.arange(num_slots(entries))[None]
         positions = self.length[:, None] + step
         is_newest = step >= count[:, None] - (self.slots - self.kept)
         slots = jnp.where(
@@ -576,9 +594,9 @@ def _set_by_row(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.A
 def _set_by_head(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     """Set slots as `_set_by_row`, but with separate indices for each head.
 
-    If all heads share the indices, XLA writes all heads of a slot at once, and changes the layout
-    so that they are contiguous. A TPU's attention reads another layout, so XLA copied every cache
-    with several heads on a chip, in every step.
+    If all heads share the indices, XLA writes all heads of a slot at once, and chooses a layout in
+    which they are contiguous. A TPU's attention reads another layout. So XLA would convert the
+    whole cache in every step, if a chip has more than one head.
     """
     slots = jnp.broadcast_to(slots[:, None], (*buffer.shape[:2], slots.shape[1]))
     return jax.vmap(jax.vmap(_set_of_head))(buffer, slots, values)
@@ -588,12 +606,12 @@ def _set_of_head(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.
     return buffer.at[slots].set(values.astype(buffer.dtype), mode="drop")
 
 
-def _known_after(count: Int[Array, " B"], read: jax.Array) -> Int[Array, " B"]:
-    """Return ``count``, in a form that the compiler can compute only after ``read [B, …]``.
+def _count_depending_on(count: Int[Array, " B"], dependency: jax.Array) -> Int[Array, " B"]:
+    """Return ``count``, in a form that the compiler can compute only after ``dependency [B, …]``.
 
-    XLA updates a buffer in place if the write waits for every read of it; otherwise it copies the
-    whole buffer first. The written values depend on ``count``, and ``read`` depends on what was
-    read: so the write waits for the reads.
+    XLA updates a buffer in place if the write waits for every read of it; otherwise it may copy the
+    whole buffer first. The slots that are written depend on ``count``. So if ``dependency`` depends
+    on everything that was read, the write waits for the reads.
 
     For example, one step of plain decoding, with a cache of 3 tokens and room for 8::
 
@@ -604,14 +622,14 @@ def _known_after(count: Int[Array, " B"], read: jax.Array) -> Int[Array, " B"]:
     By data flow alone, the write of entry 0 into buffer 0 may come before layer 0 has read that
     buffer, because an entry is computed before its attention begins. XLA may then keep both
     versions, and copy buffer 0. If ``count`` depends on ``hidden``, there is one order and one
-    version. An entry in place of ``hidden`` would be computed too early, and so would the hidden
-    states between layers: later layers have not read yet.
+    version. Do not pass an entry or the hidden state between two layers in place of ``hidden``:
+    these are computed before later layers have read their buffers.
 
     A wrong ``after`` never changes the text. But the compiler may then copy whole buffers in every
-    step, each read and written from end to end, while attention reads the filled part once. Such
+    step. This moves more memory than attention itself, which reads only the filled slots. Such
     copies show up in the compiled program as a ``copy`` of an array of the buffer's shape:
     tests/decoding/test_loop.py looks for these on a CPU, and ``specjax plan compile`` counts them
     ("copies of the cache") for the device that it compiles for.
     """
-    first = read.reshape(read.shape[0], -1)[:, 0]
+    first = dependency.reshape(dependency.shape[0], -1)[:, 0]
     return count + (jnp.abs(jnp.sign(first)) > 1)  # never true, but XLA cannot know

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from specjax.evaluation.drawn_texts import FALSE_ALARM, Distribution
+from specjax.evaluation.drawn_texts import FALSE_ALARM, DistributionResult
 from specjax.evaluation.losslessness import LosslessnessVerdict
 from specjax.evaluation.same_texts import SameTexts
 
@@ -40,7 +40,7 @@ def _same(result: SameTexts) -> str:
     )
 
 
-def _distribution(result: Distribution) -> str:
+def _distribution(result: DistributionResult) -> str:
     summary = f"p = {_p(result.p_value)} ({result.draws:,} draws, rule {result.rule})"
     return summary if result.passes else f"FAILS: {summary}"
 

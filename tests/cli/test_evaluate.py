@@ -15,7 +15,7 @@ from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.evaluation import losslessness
 from specjax.evaluation.conformance import SETTINGS
-from specjax.evaluation.drawn_texts import Distribution
+from specjax.evaluation.drawn_texts import DistributionResult
 from specjax.evaluation.losslessness import LosslessnessVerdict
 from specjax.evaluation.same_texts import Parting, SameTexts
 from specjax.models.transformer import Target
@@ -96,7 +96,7 @@ def verdict(margin: float = 0.0, p_value: float = 0.43) -> LosslessnessVerdict:
     partings = (Parting(1, 5, 7, 8, margin),) if margin else ()
     texts = SameTexts(texts=8, tokens=64, partings=partings, lag=margin, rounding=0.02)
     names = ("joint", "by preference", "towards the drafter")
-    distribution = Distribution(
+    distribution = DistributionResult(
         p_value, dict.fromkeys(names, p_value / 3), 25_000, 800, 0, 0.05, "independent"
     )
     return LosslessnessVerdict(

@@ -14,7 +14,7 @@ import pytest
 
 from specjax import sampling
 from specjax.decoding import verification
-from specjax.decoding.loop import _cut, _keys_of_step
+from specjax.decoding.loop import _cut_at_end, _keys_of_step
 from specjax.decoding.state import DecodeState
 from specjax.decoding.stats import Stats, StepInfo
 from specjax.decoding.verification import (
@@ -383,7 +383,7 @@ def test_a_row_ends_with_its_first_end_token_or_at_its_limit() -> None:
         count=jnp.asarray(count),
         token=jnp.zeros(200, jnp.int32),
     )
-    shorter, is_done, has_failed = _cut(verdict, jnp.asarray(emitted), state)
+    shorter, is_done, has_failed = _cut_at_end(verdict, jnp.asarray(emitted), state)
     assert not has_failed.any()
     for row in range(200):
         expected = cut(

@@ -79,7 +79,7 @@ def test_accepted_tokens_are_copied_exactly(target) -> None:
     _, state = started(target, drafter)
     state = decoding.decode(target, drafter, state, jnp.asarray(7))
     np.testing.assert_array_equal(state.drafter.length, state.cache.length)
-    positions = np.asarray(state.drafter.newest_at(state.drafter.length))
+    positions = np.asarray(state.drafter.positions_by_slot(state.drafter.length))
     for compressed, whole in zip(state.drafter.layers, state.cache.layers, strict=True):
         for row in range(3):
             slots = int(state.drafter.filled[row])
@@ -229,7 +229,7 @@ def test_a_draft_models_ring_holds_what_it_read(target) -> None:
     _, whole = model.forward(
         state.tokens, KVCache.create([model.config.entry_parts(0)], batch=3, capacity=128)
     )
-    positions = np.asarray(ring.newest_at(ring.length))
+    positions = np.asarray(ring.positions_by_slot(ring.length))
     for row in range(3):
         slots = int(ring.filled[row])
         np.testing.assert_allclose(

@@ -1,4 +1,7 @@
-"""Compare the growth of trees with references that grow them node by node in Python."""
+"""Compare the growth of trees with slow references in Python, and the drawn nodes with q.
+
+The examples of the docstrings are compared as well.
+"""
 
 import inspect
 import itertools
@@ -107,12 +110,15 @@ def grow_slowly(
 def tables(ties: bool) -> np.ndarray:
     rng = np.random.default_rng(3)
     if ties:
-        # Whole numbers in every order cause ties among siblings and between branches. After every
-        # second token one child is certain: its log probability is 0 in float32, so that it ties
-        # with its parent.
-        few = ([6, 4, 2], [6, 5, 1])
+        # Logits of only three values, in random order, cause ties among siblings and between
+        # branches. In odd rows a single logit is 60: the log probability of that child is 0 in
+        # float32, so that it ties with its parent.
+        value_counts = ([6, 4, 2], [6, 5, 1])
         return np.stack(
-            [rng.permutation(np.repeat([0.0, 2.0, 60.0], few[row % 2])) for row in range(V)]
+            [
+                rng.permutation(np.repeat([0.0, 2.0, 60.0], value_counts[row % 2]))
+                for row in range(V)
+            ]
         ).astype(np.float32)
     return rng.normal(size=(V, V)).astype(np.float32) * 2
 
@@ -132,21 +138,21 @@ def test_a_dynamic_tree_is_the_reference_node_for_node(shape, ties, read) -> Non
     )
     assert q is None
     assert np.all(valid)
-    shared = equal_to_parents = 0
+    branching_trees = equal_to_parents = 0
     for row in range(V):
         expected, equal = grow_slowly(shape, read, table, row)
         equal_to_parents += equal
         assert list(zip(tokens[row].tolist(), parents[row].tolist(), strict=True)) == expected
-        shared += len({parent for _, parent in expected}) < len(expected)
-        check_slots(np.asarray(parents[row]), np.asarray(places[row]), shape)
-    assert shared == V  # every tree branches
+        branching_trees += len({parent for _, parent in expected}) < len(expected)
+        check_places(np.asarray(parents[row]), np.asarray(places[row]), shape)
+    assert branching_trees == V
     assert (equal_to_parents > 0) == (ties and shape.depth > 1)
 
 
-def check_slots(parents: np.ndarray, places: np.ndarray, shape) -> None:
-    """Check that nodes with children were read, each in a place of its level.
+def check_places(parents: np.ndarray, places: np.ndarray, shape) -> None:
+    """Check that every node with a child has a place, an index among the nodes read.
 
-    No two nodes have the same place.
+    No two nodes have the same place, and ``place // width`` is the level of the node.
     """
     depths = tree.depths(parents)
     assert set(parents[1:]) - {0} <= set(np.flatnonzero(places >= 0))
@@ -175,7 +181,7 @@ def test_a_static_tree_takes_each_rank_from_its_parent(choices, read, temperatur
     )
     assert q is None
     assert valid is None
-    check_slots(np.asarray(parents[0]), np.asarray(places), shape)
+    check_places(np.asarray(parents[0]), np.asarray(places), shape)
     for row in range(V):
         states, token_of = {(): row}, {(): row}
         for path in choices:
@@ -188,7 +194,7 @@ def test_a_static_tree_takes_each_rank_from_its_parent(choices, read, temperatur
 def test_drawn_siblings_are_a_draw_without_replacement() -> None:
     """Check the joint distribution of ordered siblings.
 
-    Each node's q is the distribution that its children were drawn from.
+    The q of nodes 1 to 3 is the distribution that their children were drawn from.
     """
     table, shape, rows = tables(ties=False)[:, :4] * 0.7, SampledTree((3, 2)), 100_000
     table = table[:4]
@@ -199,7 +205,7 @@ def test_drawn_siblings_are_a_draw_without_replacement() -> None:
     assert np.all(valid)
     p = np.asarray(probabilities(jnp.asarray(table), Sampling().rows(4)), np.float64)
 
-    def in_order(q: np.ndarray, count: int) -> np.ndarray:
+    def probabilities_of_ordered_draws(q: np.ndarray, count: int) -> np.ndarray:
         """Return the probability of each sequence of ``count`` different tokens, flattened."""
         joint = np.zeros((4,) * count)
         for sequence in np.ndindex(joint.shape):
@@ -213,22 +219,22 @@ def test_drawn_siblings_are_a_draw_without_replacement() -> None:
 
     siblings = np.asarray(tokens[:, 1:4])
     counts = np.bincount(siblings @ np.array([16, 4, 1]), minlength=64)
-    assert g_test(counts, in_order(p[0], 3)) >= FALSE_ALARM
+    assert g_test(counts, probabilities_of_ordered_draws(p[0], 3)) >= FALSE_ALARM
     for node in (1, 2, 3):
         children = np.asarray(tokens)[:, np.flatnonzero(np.asarray(parents[0]) == node)]
         for token in range(4):
             below = children[siblings[:, node - 1] == token]
             pairs = np.bincount(below @ [4, 1], minlength=16)
-            assert g_test(pairs, in_order(p[token], 2)) >= FALSE_ALARM
+            assert g_test(pairs, probabilities_of_ordered_draws(p[token], 2)) >= FALSE_ALARM
         np.testing.assert_allclose(
             np.asarray(q)[:100, node], p[siblings[:100, node - 1]], atol=1e-6
         )
 
 
-def by_depth(shape, logits, root, keys, rows, slowly=False):
+def draft_with_depth_logits(shape, logits, root, keys, rows, at_every_node=False):
     """Return a draft of a drafter whose logits depend on the depth only.
 
-    With ``slowly`` the tree grows level by level, with logits at every node.
+    With ``at_every_node`` it is a draft of `expand`, which reads the logits at every node.
     """
     keys, active = split_keys(keys, shape.depth), jnp.ones(len(root), bool)
 
@@ -236,7 +242,7 @@ def by_depth(shape, logits, root, keys, rows, slowly=False):
         level = jnp.take(logits, frontier.depth, axis=1)[:, None]
         return jnp.broadcast_to(level, (*frontier.tokens.shape, logits.shape[-1])), ()
 
-    if slowly:
+    if at_every_node:
         return expand(shape, read, logits[:, 0], (), root, rows, keys, active)[0]
     return expand_by_depth(shape, logits, root, rows, keys, active)
 
@@ -249,13 +255,13 @@ def test_a_dynamic_tree_by_depth_holds_the_best_of_all_paths() -> None:
     shape, rng = DynamicTree(4, 3, 37), np.random.default_rng(5)
     logits = jnp.asarray(rng.normal(size=(2, 3, V)) * 0.5, jnp.float32)
     rows, root = Sampling(0.0).rows(2), jnp.arange(2)
-    draft = jax.jit(partial(by_depth, shape))(
+    draft = jax.jit(partial(draft_with_depth_logits, shape))(
         logits, root, jax.random.split(jax.random.key(0), 2), rows
     )
     for row in range(2):
         log_q = np.asarray(jax.nn.log_softmax(logits[row]))
-        best = [np.argsort(-log_q[depth])[:4].tolist() for depth in range(3)]
-        paths = [path for depth in range(1, 4) for path in itertools.product(*best[:depth])]
+        likeliest = [np.argsort(-log_q[depth])[:4].tolist() for depth in range(3)]
+        paths = [path for depth in range(1, 4) for path in itertools.product(*likeliest[:depth])]
         scored = sorted(
             paths, key=lambda path: -sum(log_q[depth, token] for depth, token in enumerate(path))
         )
@@ -264,10 +270,12 @@ def test_a_dynamic_tree_by_depth_holds_the_best_of_all_paths() -> None:
         for node in range(1, 37):
             path_of[node] = (*path_of[parents[node]], int(tokens[node]))
         assert set(path_of.values()) - {()} == set(scored[:36])
-    narrow = jax.jit(partial(by_depth, shape, slowly=True))(
+    level_by_level = jax.jit(partial(draft_with_depth_logits, shape, at_every_node=True))(
         logits, root, jax.random.split(jax.random.key(0), 2), rows
     )
-    assert not np.array_equal(narrow.tokens, draft.tokens)  # four nodes a level are not enough here
+    # `expand` reads only the 4 best nodes of each level, so it misses some of the 36. Otherwise
+    # this test would not distinguish the two functions.
+    assert not np.array_equal(level_by_level.tokens, draft.tokens)
 
 
 BY_DEPTH = [
@@ -280,7 +288,9 @@ BY_DEPTH = [
 
 @pytest.mark.parametrize("shape", BY_DEPTH, ids=str)
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
-def test_children_that_are_taken_once_for_a_depth_are_those_of_its_every_node(shape, how) -> None:
+def test_expand_by_depth_equals_expand_with_the_same_logits_at_every_node_of_a_depth(
+    shape, how
+) -> None:
     rng, rows = np.random.default_rng(0), 6
     logits = jnp.asarray(rng.normal(size=(rows, shape.depth, V)) * 2, jnp.float32)
     root = jnp.arange(rows)
@@ -289,14 +299,15 @@ def test_children_that_are_taken_once_for_a_depth_are_those_of_its_every_node(sh
     sampling = settings.rows(rows, "coupled" if how == "coupled" else "independent")
     keys = jax.random.split(jax.random.key(4), rows)
     quick, slow = (
-        jax.jit(partial(by_depth, shape, slowly=slowly))(logits, root, keys, sampling)
-        for slowly in (False, True)
+        jax.jit(partial(draft_with_depth_logits, shape, at_every_node=at_every_node))(
+            logits, root, keys, sampling
+        )
+        for at_every_node in (False, True)
     )
     is_valid = np.ones(slow.tokens.shape, bool) if slow.valid is None else np.asarray(slow.valid)
     assert (quick.valid is None) == (slow.valid is None)
-    assert (
-        slow.valid is None or 0 < is_valid[:, 1:].mean() < 1 or not getattr(shape, "stop_below", 0)
-    )
+    if getattr(shape, "stop_below", 0) and slow.valid is not None:
+        assert 0 < is_valid[:, 1:].mean() < 1, "all chains stop, or none: this tests nothing"
     np.testing.assert_array_equal(
         np.where(is_valid, quick.tokens, -1), np.where(is_valid, slow.tokens, -1)
     )
@@ -305,20 +316,27 @@ def test_children_that_are_taken_once_for_a_depth_are_those_of_its_every_node(sh
         np.testing.assert_array_equal(quick.valid, slow.valid)
     assert (quick.q is None) == (slow.q is None)
     if slow.q is not None:
-        # The quick way computes q below the end of a chain, too; the slow way does not.
-        read = is_valid[:, :-1] if isinstance(shape, Chain) else np.ones_like(is_valid[:, :-1])
+        # After a chain has stopped, `expand_by_depth` still computes q, and `expand` does not.
+        is_drafted = (
+            is_valid[:, :-1] if isinstance(shape, Chain) else np.ones_like(is_valid[:, :-1])
+        )
         np.testing.assert_allclose(
-            quick.q[:, :-1] * read[..., None], slow.q[:, :-1] * read[..., None], atol=1e-6
+            quick.q[:, :-1] * is_drafted[..., None],
+            slow.q[:, :-1] * is_drafted[..., None],
+            atol=1e-6,
         )
 
 
 def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement() -> None:
-    """Check the joint distribution: the draws of different depths are independent."""
+    """Check the joint distribution of the children of the root and of node 1.
+
+    Both pairs are drawn without replacement, and independently of each other.
+    """
     rows, shape = 60_000, SampledTree((2, 2))
     p = np.array([[0.5, 0.3, 0.2], [0.1, 0.3, 0.6]])
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (rows, 2, 3))
     keys = jax.random.split(jax.random.key(11), rows)
-    draft = jax.jit(partial(by_depth, shape))(
+    draft = jax.jit(partial(draft_with_depth_logits, shape))(
         logits, jnp.zeros(rows, int), keys, Sampling(1.0).rows(rows)
     )
     tokens = np.asarray(draft.tokens)
@@ -338,25 +356,26 @@ def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement(
     np.testing.assert_allclose(draft.q[0, 1], p[1], atol=1e-6)
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.01}, {"min_p": 1.0}, {}])
+@pytest.mark.parametrize("truncation", [{"top_k": 2}, {"top_p": 0.01}, {"min_p": 1.0}, {}])
 def test_coupled_children_are_those_that_truncation_leaves_and_then_the_next_likely_ones(
-    cut,
+    truncation,
 ) -> None:
-    """Check that both groups are in the order of log p plus noise.
+    """Check that the children are first the tokens that truncation keeps, then those it removes.
 
-    The target may keep tokens that the drafter's truncation removes.
+    Within each group they are in the order of log q plus noise. The second group is needed because
+    the target's truncation may keep other tokens than the drafter's.
     """
     rows, count = 40, 4
     logits = np.random.default_rng(0).normal(size=(rows, V)).astype(np.float32) * 2
     keys = jax.random.split(jax.random.key(0), rows)
-    sampling = Sampling(temperature=0.8, **cut).rows(rows, "coupled")
+    sampling = Sampling(temperature=0.8, **truncation).rows(rows, "coupled")
     shape = StaticTree(tuple((rank,) for rank in range(count)))
     offered = candidates.offered_by(
         shape, jnp.asarray(logits)[:, None], jnp.zeros((), int), sampling, keys, None
     )
     noisy = logits / 0.8 + np.asarray(position_noise(keys, V))
     is_kept = np.asarray(probabilities(jnp.asarray(logits), sampling)) > 0
-    assert (is_kept.sum(axis=1) < count).all() == bool(cut)
+    assert (is_kept.sum(axis=1) < count).all() == bool(truncation)
     order = np.lexsort((-noisy, ~is_kept), axis=1)
     np.testing.assert_array_equal(offered.tokens[:, 0], order[:, :count])
 
@@ -375,9 +394,10 @@ def test_siblings_beyond_what_q_can_give_are_not_drafted() -> None:
 
 
 def test_only_a_chain_that_may_stop_asks_after_each_level_whether_to_go_on() -> None:
-    """Check that the loops of all other shapes have a fixed number of turns.
+    """Check that only a chain with `stop_below` has a loop whose end depends on data.
 
-    So a GPU does not wait for its host after each turn.
+    Its condition is ``any(going)``, a reduce_or in the jaxpr. All other loops have a fixed number
+    of iterations, so a GPU does not wait for its host after each of them.
     """
     table, root = jnp.zeros((V, V)), jnp.zeros(2, jnp.int32)
     keys = jax.random.split(jax.random.key(0), 2)
@@ -392,9 +412,9 @@ EXAMPLE = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)))
 
 
 def columns(text: str, first: str) -> dict[str, list[str]]:
-    """Return the cells of a table in a docstring, by the name of their line.
+    """Return the cells of a table in a docstring, by the label of their row.
 
-    The first line of the table starts with ``first``.
+    The label of the table's first row is ``first``.
     """
     table = re.search(rf"^ +{first}  .*?\n\n", text, re.MULTILINE | re.DOTALL)[0]
     rows = [re.split(r" {2,}", line.strip()) for line in table.strip().splitlines()]
@@ -402,8 +422,8 @@ def columns(text: str, first: str) -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True)
-class Remembering:
-    """A model that is a table and stores the tokens that it has read.
+class TableModel:
+    """A model whose logits are a table, and whose KV entries are the tokens that it reads.
 
     It has the methods of a model that drafting uses.
     """
@@ -414,33 +434,38 @@ class Remembering:
         return ((jnp.zeros((1, 1, slots, 1)),),)
 
     def score(self, tokens, cache, **_):
-        read = tokens[..., None].astype(jnp.float32)
-        return SimpleNamespace(logits=self.table[tokens], hidden=read), ((read[:, None],),)
+        values = tokens[..., None].astype(jnp.float32)
+        return SimpleNamespace(logits=self.table[tokens], hidden=values), ((values[:, None],),)
 
 
 @pytest.fixture(scope="module")
 def example():
-    """Return the growth of the tree, the frontiers that were read, stacked, and the scratch."""
-    token, grown, fixed = np.arange(V), [], expansion._fixed
+    """Grow `EXAMPLE`, and return its `_Growth`, the frontiers by level, and the final scratch.
+
+    The growth is internal to `expand`, so `_fixed` is patched to collect it.
+    """
+    ids, grown, fixed = np.arange(V), [], expansion._fixed
     table = np.full((V, V), 1 / 4 / (V - 2))
-    table[token, (token + 1) % V], table[token, (token + 2) % V] = 1 / 2, 1 / 4
-    model, cache = Remembering(jnp.log(table)), SimpleNamespace(length=jnp.zeros(1, jnp.int32))
+    table[ids, (ids + 1) % V], table[ids, (ids + 2) % V] = 1 / 2, 1 / 4
+    model, cache = TableModel(jnp.log(table)), SimpleNamespace(length=jnp.zeros(1, jnp.int32))
 
     def read(frontier, state):
         scratch, frontiers = state
         logits, scratch = expansion.read_nodes(model, cache, frontier, scratch)
         return logits, (
             scratch,
-            jax.tree.map(lambda all, new: all.at[frontier.depth - 1].set(new), frontiers, frontier),
+            jax.tree.map(
+                lambda levels, new: levels.at[frontier.depth - 1].set(new), frontiers, frontier
+            ),
         )
 
     @jax.jit
     def run(root, keys):
-        none = jnp.zeros((2, 1, 2), jnp.int32)
+        no_tokens = jnp.zeros((2, 1, 2), jnp.int32)
         visible = jnp.zeros((2, 1, 2, EXAMPLE.read_slots), bool)
         state = (
             model.new_scratch(1 + EXAMPLE.read_slots),
-            expansion.Frontier(none, jnp.zeros(2, jnp.int32), none, visible),
+            expansion.Frontier(no_tokens, jnp.zeros(2, jnp.int32), no_tokens, visible),
         )
         sampling, active = Sampling(0.0).rows(1), jnp.ones(1, bool)
         _, _, (scratch, frontiers) = expand(
@@ -514,9 +539,10 @@ def test_what_is_held_while_the_example_grows_is_what_its_docstring_shows(exampl
 
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
 def test_a_vocabulary_of_its_own_is_the_targets_without_the_rest(how) -> None:
-    """Check that tokens are named by the target's ids, and that noise belongs to these ids.
+    """Check that a drafter with a reduced vocabulary drafts as one with the whole vocabulary.
 
-    q is 0 for all tokens that cannot be drafted.
+    The other logits of the whole vocabulary are -1e9. Both have the same ids and the same noise for
+    an id, and q is 0 for all tokens that cannot be drafted.
     """
     ids, rows = np.array([7, 1, 4, 10, 5]), 6
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 1, len(ids))), jnp.float32)
@@ -527,13 +553,13 @@ def test_a_vocabulary_of_its_own_is_the_targets_without_the_rest(how) -> None:
         rows, "coupled" if how == "coupled" else "independent"
     )
     vocabulary = candidates.Vocabulary(jnp.asarray(ids), size=V)
-    few, every = (
+    reduced, complete = (
         candidates.offered_by(shape, x, jnp.zeros((), int), sampling, keys, of_drafter)
         for x, of_drafter in ((logits, vocabulary), (whole, None))
     )
-    assert np.isin(few.tokens, ids).all()
+    assert np.isin(reduced.tokens, ids).all()
     if how == "drawn":
-        np.testing.assert_allclose(vocabulary.widen(few.q), every.q, atol=1e-6)
+        np.testing.assert_allclose(vocabulary.widen(reduced.q), complete.q, atol=1e-6)
     else:
-        np.testing.assert_array_equal(few.tokens, every.tokens)
-        np.testing.assert_allclose(few.scores, every.scores, atol=1e-5)
+        np.testing.assert_array_equal(reduced.tokens, complete.tokens)
+        np.testing.assert_allclose(reduced.scores, complete.scores, atol=1e-5)

@@ -31,7 +31,7 @@ def drafter(shape=Chain(3), kind: type[DraftModel] = DraftModel, **options) -> D
 
 def drawn(
     model, draws: int, seed: int = 0, settings=PLAIN, rule=None, rounding: float = 1e-4
-) -> drawn_texts.Distribution:
+) -> drawn_texts.DistributionResult:
     return drawn_texts.draw_and_test(
         tiny_target(**TARGET),
         model,
@@ -165,8 +165,8 @@ def test_tails_of_a_skewed_score(more: int) -> None:
         else stats.binom.cdf(misses + 0.5, places, miss)
     )
     skewness = -(1 - 2 * miss) / deviation  # more misses make the score smaller
-    tails = [drawn_texts._tails(-more * size, skewness) for size in np.arange(2, 5)]
-    normal = [drawn_texts._tails(-more * size, 0.0) for size in np.arange(2, 5)]
+    tails = [drawn_texts._score_p_value(-more * size, skewness) for size in np.arange(2, 5)]
+    normal = [drawn_texts._score_p_value(-more * size, 0.0) for size in np.arange(2, 5)]
     np.testing.assert_allclose(np.log(tails), np.log(2 * above), atol=0.7)
     assert abs(np.log(normal[-1] / above[-1] / 2)) > 1.5
 

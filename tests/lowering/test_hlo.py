@@ -132,7 +132,7 @@ def test_exchanges_between_devices() -> None:
     (turn,) = step(program)
     (exchange,) = [operation for operation in turn.operations if operation.collective]
     assert exchange.collective == "all-reduce"
-    assert hlo.array_bytes(exchange) == 4 * 8 * 32
+    assert hlo.collective_bytes(exchange) == 4 * 8 * 32
 
 
 TPU = """HloModule step, is_scheduled=true
@@ -283,7 +283,7 @@ def test_a_pool_that_a_kernel_is_given_several_times_is_read_once(config, of_poo
 def test_the_bytes_of_an_exchange(line, size) -> None:
     operation = hlo._operation(line)
     assert operation.collective
-    assert hlo.array_bytes(operation) == size
+    assert hlo.collective_bytes(operation) == size
 
 
 BETWEEN_SLICES = """
@@ -315,4 +315,4 @@ def test_what_goes_to_another_slice_is_told_from_what_goes_to_another_chip() -> 
     (turn,) = step(HloProgram(BETWEEN_SLICES))
     assert hlo.sent_between_slices(turn.operations) == 2 * 32 * 4096
     (exchange,) = [operation for operation in turn.operations if operation.collective]
-    assert hlo.array_bytes(exchange) == 2 * 32 * 4096
+    assert hlo.collective_bytes(exchange) == 2 * 32 * 4096

@@ -144,7 +144,7 @@ def test_a_ring_holds_the_first_tokens_and_the_newest(parts) -> None:
         slots = int(cache.filled[row])
         stored = np.asarray(cache.layers[1][0])[row, 0, :slots, 0] - 1
         assert sorted(stored.astype(int)) == sorted(expected)
-        np.testing.assert_array_equal(stored, cache.newest_at(cache.length)[row, :slots])
+        np.testing.assert_array_equal(stored, cache.positions_by_slot(cache.length)[row, :slots])
         np.testing.assert_array_equal(
             np.asarray(cache.layers[1][1])[row], -np.asarray(cache.layers[1][0])[row]
         )

@@ -450,8 +450,8 @@ CATALOGUE = (
     Mutant(
         name="what-has-no-page-is-written-over-the-last",
         file="specjax/models/cache.py",
-        old="pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)",
-        new="pages = jnp.where(step < count[:, None], pages, number)",
+        old="pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, no_page)",
+        new="pages = jnp.where(step < count[:, None], pages, no_page)",
         tests=("tests/models/test_cache.py::test_what_has_no_page_is_dropped",),
         breaks="Tokens beyond a row's capacity are written over those in its last page.",
     ),
@@ -658,8 +658,8 @@ CATALOGUE = (
     Mutant(
         name="a-tree-is-committed-as-a-chain",
         file="specjax/decoding/loop.py",
-        old="entries = gather_entries(new, verdict.path)",
-        new="entries = jax.tree.map(lambda leaf: leaf[:, :, : draft.depth + 1], new)",
+        old="entries = gather_entries(node_entries, verdict.path)",
+        new="entries = jax.tree.map(lambda leaf: leaf[:, :, : draft.depth + 1], node_entries)",
         tests=(
             "tests/decoding/test_loop.py::test_greedy_equals_decoding_without_a_cache[dynamic draft model]",
         ),
@@ -668,8 +668,8 @@ CATALOGUE = (
     Mutant(
         name="scored-one-position-too-far",
         file="specjax/decoding/loop.py",
-        old="positions = cache.length[:, None] + shorter.depths",
-        new="positions = cache.length[:, None] + 1 + shorter.depths",
+        old="positions = cache.length[:, None] + scored_draft.depths",
+        new="positions = cache.length[:, None] + 1 + scored_draft.depths",
         tests=(
             "tests/decoding/test_loop.py::test_greedy_equals_decoding_without_a_cache[draft model]",
         ),
@@ -1632,8 +1632,8 @@ CATALOGUE = (
     Mutant(
         name="blocks-see-each-other",
         file="specjax/training/objectives/blocks.py",
-        old="mask = alike & student.sees(window, back)",
-        new="mask = student.sees(window, back) | ~alike",
+        old="mask = same_block & student.sees(window, distance)",
+        new="mask = student.sees(window, distance) | ~same_block",
         tests=("tests/training/test_blocks.py::test_blocks_are_what_the_drafter_writes[dflash]",),
         breaks="Blocks of one window read each other's tokens.",
     ),

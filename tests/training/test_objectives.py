@@ -7,7 +7,7 @@ import pytest
 
 from specjax.models.transformer import Output
 from specjax.training.objectives.ahead import ahead, behind, counted, decayed, expected
-from specjax.training.objectives.blocks import DraftedBlocks, dpace, falling
+from specjax.training.objectives.blocks import DraftedBlocks, dpace, weights_by_depth
 from specjax.training.objectives.draft_vocabulary import token_loss
 from specjax.training.objectives.unrolling import places
 from specjax.training.objectives.windows import document_mask
@@ -90,9 +90,9 @@ def test_weights_of_dpace_are_what_the_length_loses_without_a_depth(alpha) -> No
 
 def test_weights_fall_from_one_by_depth() -> None:
     np.testing.assert_allclose(
-        falling((2, 4), 2.0), np.tile(np.exp([0, -0.5, -1, -1.5]), (2, 1)), rtol=1e-6
+        weights_by_depth((2, 4), 2.0), np.tile(np.exp([0, -0.5, -1, -1.5]), (2, 1)), rtol=1e-6
     )
-    np.testing.assert_array_equal(falling((2, 4), 0.0), np.ones((2, 4)))
+    np.testing.assert_array_equal(weights_by_depth((2, 4), 0.0), np.ones((2, 4)))
 
 
 def test_a_block_is_compared_with_what_comes_after_its_anchor() -> None:

@@ -87,7 +87,7 @@ class CompressedCache(Drafter[RingCache]):
             state = replace(
                 state, base=jnp.where(length > self.budget, length - self.scheme.window, state.kept)
             )
-        slots = jnp.clip(state.newest_at(length), 0, cache.capacity - 1)
+        slots = jnp.clip(state.positions_by_slot(length), 0, cache.capacity - 1)
         if isinstance(self.scheme, Streaming) or self.budget >= tokens.shape[1]:
             return replace(state, layers=cache.gather(slots), length=length)
         attention = _paid_by_last(target, tokens, cache, self.scheme.window)

@@ -400,7 +400,7 @@ def _before(cache: Cache, layer: int, since: jax.Array | None, mesh: Mesh | None
         return Filled.of(cache, layer, since, mesh)
     # The slots of a ring are not in the order of positions, so a window is no range of slots: each
     # slot needs a flag of its own.
-    positions, slots = cache.newest_at(cache.length)[:, None], jnp.arange(cache.slots)
+    positions, slots = cache.positions_by_slot(cache.length)[:, None], jnp.arange(cache.slots)
     return cache.layers[layer], (slots < cache.filled[:, None, None]) & (
         positions >= since[..., None]
     )

@@ -54,8 +54,9 @@ DEFAULT_DRAFT = DynamicTree(top_k=8, depth=6, nodes=63)
 def _default_sizes(target: ModelConfig) -> dict[str, int]:
     """Return the sizes of self-attention and cross-attention for a target.
 
-    They have half of the target's key/value heads, and 3/7 of its MLP, rounded down to a multiple
-    of 8. For Llama-3-8B these are the authors' sizes, 4 and 6144.
+    They have at most half of the target's key/value heads (the largest such number that divides its
+    heads), and 3/7 of its MLP, rounded down to a multiple of 8. For Llama-3-8B these are the
+    authors' sizes, 4 and 6144.
     """
     kv_heads = max(
         count
@@ -89,21 +90,22 @@ class MixtureState:
 class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     """A drafter with self-attention to all tokens and cross-attention to summaries.
 
-    Layer self-attention makes the summaries, of verified tokens. The token at position i is
-    predicted from the token at i - 1. (EAGLE reads pairs of two positions instead.) The target has
-    not read the newest token, the root of the draft. So every prediction sees the summaries of the
-    tokens before the root, but only the embeddings of the root and of the drafted tokens.
+    Layer self-attention makes the summaries. They exist for verified tokens only. To predict the
+    token at position i, the drafter reads the embedding of the token at i - 1. (EAGLE combines it
+    with the target's state one position earlier.) Self-attention covers the text, the root and the
+    drafted tokens. Cross-attention ends before the root, because the target has not read the root.
     Checkpoints are our own, or in the form that the authors publish (see `moa_checkpoint`).
 
     Attributes:
-        params: the parameters (see `moa_checkpoint.declare`). Embedding, final norm and head are
-            the target's.
+        params: the parameters (see `moa_checkpoint.declare`). The embedding and the head are the
+            target's, and with TLI the final norm is, too.
         config: the configuration.
         draft: the shape of the drafts.
         mesh: the mesh of the parameters.
-        told: what a drafter on another machine than the target receives for each token. With
-            "summaries" the target's machine makes the summaries; with "entries" it sends the KV
-            entries of all layers, and the drafter makes them.
+        told: what the server sends for each token to a drafter on another machine. "summaries": the
+            mean of layer self-attention over the layers, which the client projects to the summary.
+            "entries": the KV entries of all target layers, from which the client computes the
+            summary. Without layer self-attention, the target's last hidden state is sent instead.
 
     Examples:
         >>> drafter = specjax.MixtureOfAttentions.init(target, jax.random.key(1), tli=1)
@@ -142,9 +144,9 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
                 that of `Target.from_pretrained`.
             mesh: the mesh of the target.
             weights: the quantization of the weights, as for `Target.from_pretrained`.
-            tli: the number of the target's last layers that complete a prediction. A published
-                checkpoint does not state it, and None is 0. Our own checkpoints do, and ``tli``
-                must agree. In a drafter's name it is ``moa,tli=1:WHERE``.
+            tli: the number of the target's last layers that complete a prediction. The authors'
+                checkpoints do not state it: None is 0. Our own state it: leave it out, or give the
+                same number. In a drafter's name it is ``moa,tli=1:WHERE``.
 
         Raises:
             CheckpointError: A file, a field, a tensor or ``tli`` is invalid.
@@ -194,8 +196,8 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
 
     def check(self, target: Target) -> None:
         config, layers = self.config, target.config.num_layers
-        made_for = layers if config.target_layers is None else config.target_layers
-        sizes = (config.self_layer.vocab_size, config.self_layer.hidden_size, made_for)
+        trained_layers = layers if config.target_layers is None else config.target_layers
+        sizes = (config.self_layer.vocab_size, config.self_layer.hidden_size, trained_layers)
         target_sizes = (target.config.vocab_size, target.config.hidden_size, layers)
         if sizes != target_sizes:
             raise InputError(
@@ -205,30 +207,32 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             )
         if config.lsa is not None:
             config.lsa.check(target.config)
-        first, last = self.tli_layers(target)
-        if windowed := set(range(first, last)) & set(target.config.windowed_layers):
+        first, stop = self.tli_layers(target)
+        if windowed := set(range(first, stop)) & set(target.config.windowed_layers):
             raise InputError(
                 f"drafter: target layer inference (tli={config.tli}) runs layers"
                 f" {sorted(windowed)}, which have a sliding window, but it supports full layers"
                 " only: give a drafter with tli=0"
             )
-        if linear := set(range(first, last)) & set(target.config.linear_layers):
+        if linear := set(range(first, stop)) & set(target.config.linear_layers):
             raise InputError(
                 f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(linear)},"
                 " which have a recurrent state instead of KV entries: give a drafter with tli=0"
             )
-        if outside := [
-            layer for layer in range(first, last) if target.config.entries_of(layer) < first
+        if with_earlier_entries := [
+            layer for layer in range(first, stop) if target.config.entries_of(layer) < first
         ]:
             raise InputError(
-                f"drafter: target layer inference (tli={config.tli}) runs layers {outside}, which"
-                f" read the entries of layers before layer {first}: give a drafter with tli=0"
+                f"drafter: target layer inference (tli={config.tli}) runs layers"
+                f" {with_earlier_entries}, which read the entries of layers before layer {first}:"
+                " give a drafter with tli=0"
             )
         if config.tli and target.config.per_layer_inputs:
             raise InputError(
                 f"drafter: target layer inference (tli={config.tli}) runs the target's last layers"
-                " on states that belong to no token, but the layers of this target need an input"
-                " for each token: give a drafter with tli=0"
+                " on states that belong to no token (the drafter's), but this target's layers"
+                " also need an embedding of each token (per-layer inputs): give a drafter with"
+                " tli=0"
             )
         self.draft_shape.check(config.self_layer.vocab_size)
         check_mesh(self.mesh, target)
@@ -247,25 +251,27 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             return output.hidden
         return layer_attention.summarise(self.params, self.config.lsa, entries, self.mesh)
 
-    def remember_tokens(self, embedded: jax.Array, positions: jax.Array) -> Entry:
+    def self_attention_entries(self, embedded: jax.Array, positions: jax.Array) -> Entry:
         """Return self-attention's KV entries of tokens with embeddings ``[B, T, H]``.
 
         ``positions`` are ``[B, T]``.
         """
-        return self._remember(self.config.self_layer, "self_attention", embedded, positions)
+        return self._entries_of(self.config.self_layer, "self_attention", embedded, positions)
 
-    def remember_summaries(self, summaries: jax.Array, positions: jax.Array) -> Entry:
+    def cross_attention_entries(self, summaries: jax.Array, positions: jax.Array) -> Entry:
         """Return cross-attention's KV entries of summaries ``[B, T, H]``.
 
         ``positions`` are ``[B, T]``.
         """
-        return self._remember(self.config.cross_layer, "cross_attention", summaries, positions)
+        return self._entries_of(self.config.cross_layer, "cross_attention", summaries, positions)
 
-    def _remember(
+    def _entries_of(
         self, config: ModelConfig, name: str, x: jax.Array, positions: jax.Array
     ) -> Entry:
-        params, turn = self.params[name], rotations(config.rope, config.head_dim, positions)
-        return keys_values(params, config, rms_norm(x, params["input_norm"], config.norm_eps), turn)
+        params, rotation = self.params[name], rotations(config.rope, config.head_dim, positions)
+        return keys_values(
+            params, config, rms_norm(x, params["input_norm"], config.norm_eps), rotation
+        )
 
     def self_attend(
         self,
@@ -279,9 +285,9 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         Return the states ``[B, T, H]`` and the KV entries; see `decoder_layer`.
         """
         layer = self.config.self_layer
-        turn = rotations(layer.rope, layer.head_dim, positions)
+        rotation = rotations(layer.rope, layer.head_dim, positions)
         return decoder_layer(
-            self.params["self_attention"], layer, embedded, turn, mask, past, self.mesh
+            self.params["self_attention"], layer, embedded, rotation, mask, past, self.mesh
         )
 
     def cross_attend(self, x: jax.Array, positions: jax.Array, summaries: Piece) -> jax.Array:
@@ -290,21 +296,21 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         Args:
             x: ``[B, T, H]``, the states after self-attention.
             positions: ``[B, T]``.
-            summaries: the entries of `remember_summaries`, and which of them each state sees. At
-                the beginning of a text that is none.
+            summaries: the entries of `cross_attention_entries`, and which of them each state sees
+                (none at the beginning of a text).
         """
         config, params = self.config.cross_layer, self.params["cross_attention"]
         eps = config.norm_eps
-        turn = rotations(config.rope, config.head_dim, positions)
-        q = queries(params, config, rms_norm(x, params["input_norm"], eps), turn)
+        rotation = rotations(config.rope, config.head_dim, positions)
+        q = queries(params, config, rms_norm(x, params["input_norm"], eps), rotation)
         x = x + linear(params, "o", attend(q, [summaries]))
         return x + mlp(params, rms_norm(x, params["post_norm"], eps), activation=config.activation)
 
     def tli_layers(self, target: Target) -> tuple[int, int]:
-        """Return the target's layers that complete a prediction, as a range for `Target.run`."""
+        """Return the range ``(first, stop)`` of the target's layers that TLI runs."""
         return self.config.tli_layers_of(target.config.num_layers)
 
-    def finish(
+    def run_tli_layers(
         self,
         target: Target,
         x: jax.Array,
@@ -314,17 +320,17 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         cache: KVCache | None = None,
         scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]] = (),
     ) -> tuple[jax.Array, tuple[Entry, ...]]:
-        """Run the target's last layers on the states that cross-attention returns.
+        """Run the target's last layers, and its final norm, on the states after cross-attention.
 
-        Without TLI the states are returned as they are.
+        Without TLI the states are returned as they are, without the norm.
 
         Args:
             target: the target model.
             x: ``[B, T, H]``, the states.
             positions: ``[B, T]``.
             mask: which of the T tokens see each other, as in `Target.run`.
-            cache: the target's cache of these layers, with the verified tokens. They may be in
-                ``scratch`` instead.
+            cache: the target's cache of these layers; None if the verified tokens are in
+                ``scratch``.
             scratch: further entries, and which of them each token sees, as in `Target.run`.
 
         Returns:
@@ -368,19 +374,21 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     def remote_inputs(
         self, target: Target, output: States, entries: Sequence[Entry]
     ) -> dict[str, jax.Array]:
-        """Return the means over the layers, which are smaller than summaries, or all KV entries.
+        """Return the means over the layers, all KV entries, or the target's last hidden state.
 
-        See `layer_attention.mean_over_layers`. The entries of the target layers that run in TLI
-        come with the means.
+        These are sent with ``told="summaries"``, with ``told="entries"``, and without layer
+        self-attention. A mean (see `layer_attention.mean_over_layers`) has the size of the KV entry
+        of one layer, which is less than that of a summary if the target has few key/value heads.
+        With TLI, the KV entries of the TLI layers are sent as well, unless all KV entries are.
         """
         layer_entries = remote_entry_arrays(entries, self.reads(target.config))
         if self.config.lsa is None:
             return {"hidden": output.hidden, **layer_entries}
-        remembered = layer_attention.by_token(entries)
+        entries_by_token = layer_attention.by_token(entries)
         if self.told == "entries":
-            return {"entries": remembered}  # they include the layers that it reads
+            return {"entries": entries_by_token}  # they include the layers that it reads
         means = layer_attention.mean_over_layers(
-            self.params, self.config.lsa, remembered, self.mesh
+            self.params, self.config.lsa, entries_by_token, self.mesh
         )
         return {"means": means, **layer_entries}
 
@@ -397,8 +405,8 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     ) -> MixtureState:
         positions = state.tokens.length[:, None] + jnp.arange(told.tokens.shape[1])[None]
         summaries = self._summaries(told.arrays)
-        token_entry = self.remember_tokens(target.embed(told.tokens), positions)
-        summary_entry = self.remember_summaries(summaries, positions)
+        token_entry = self.self_attention_entries(target.embed(told.tokens), positions)
+        summary_entry = self.cross_attention_entries(summaries, positions)
         return MixtureState(
             tokens=state.tokens.append((token_entry,), told.count, after=summaries),
             summaries=state.summaries.append((summary_entry,), told.count, after=summaries),
@@ -425,7 +433,10 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         count: jax.Array,
         cache: KVCache | None = None,
     ) -> tuple[MixtureState, tuple[Entry, ...]]:
-        """Append tokens without summaries, as while drafting."""
+        """Append tokens to the cache of self-attention only, as while drafting.
+
+        They get no summary, because the target has not read them.
+        """
         positions = state.tokens.length[:, None] + jnp.arange(tokens.shape[1])[None]
         causal = np.tril(np.ones((1, tokens.shape[1], tokens.shape[1]), bool))
         past = [Filled.of(state.tokens, 0, mesh=self.mesh)]
@@ -433,11 +444,11 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             target.embed(tokens), positions, jnp.asarray(causal), past
         )
         entries: tuple[Entry, ...] = ()
-        # Nothing is drafted here. So without TLI, whose layers store entries, the states after
-        # self-attention are of no use.
+        # Only KV entries are needed here, no logits. Self-attention's are computed above; the rest
+        # is needed only for the entries of the TLI layers.
         if self.config.tli:
             x = self.cross_attend(x, positions, Filled.of(state.summaries, 0, mesh=self.mesh))
-            _, entries = self.finish(target, x, positions, causal, cache=cache)
+            _, entries = self.run_tli_layers(target, x, positions, causal, cache=cache)
         return replace(state, tokens=state.tokens.append((token_entry,), count, after=x)), entries
 
     def propose(
@@ -462,13 +473,14 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             Return the states that the target's head reads, and the new KV entries.
             """
             positions = jnp.broadcast_to(state.tokens.length[:, None] + depth, tokens.shape)
-            past = [tokens_read, (scratch[0], visible)]
+            token_scratch, *tli_scratch = scratch
+            past = [tokens_read, (token_scratch, visible)]
             x, token_entry = self.self_attend(target.embed(tokens), positions, None, past)
             x = self.cross_attend(x, positions, summaries)
             # The nodes of one level are siblings or cousins: none is an ancestor of another.
             self_only = np.eye(tokens.shape[1], dtype=bool)[None]
-            hidden, new = self.finish(
-                target, x, positions, self_only, cache=cache, scratch=[(scratch[1:], visible)]
+            hidden, new = self.run_tli_layers(
+                target, x, positions, self_only, cache=cache, scratch=[(tli_scratch, visible)]
             )
             return hidden, (token_entry, *new)
 
@@ -483,14 +495,14 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
 
         # The root takes the first slot of the scratch; the nodes follow it.
         batch, slots = root.shape[0], 1 + self.draft_shape.read_slots
-        token_scratch = empty_entries(
+        scratch_of_tokens = empty_entries(
             [self.config.self_layer.entry_parts(0)],
             batch=batch,
             slots=slots,
             dtype=self._dtype,
             mesh=self.mesh,
         )
-        scratch = token_scratch + target.new_scratch(batch, slots, self.tli_layers(target))
+        scratch = scratch_of_tokens + target.new_scratch(batch, slots, self.tli_layers(target))
         # The root sees nothing in the scratch, which is still empty.
         hidden, new = read(root[:, None], 0, jnp.zeros((batch, 1, slots), bool), scratch)
         scratch = place_entries(scratch, new, 0, after=hidden)
@@ -509,7 +521,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     def drafting_reads(
         self, target: Target, state: MixtureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
-        """Return the arrays of a level, and the weights of summaries, which are read once per step.
+        """Return what a level reads, and the weights of summaries, which are read once per step.
 
         A level runs self-attention, cross-attention, with TLI the target's last layers with their
         cache, and the target's head.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from specjax.models.attention.kernels import triton as plt
-from specjax.models.cache import Entry, Other
+from specjax.models.cache import Entry, ExtraTokens
 from specjax.models.primitives import LEAST, capped
 from specjax.models.quantized_cache import Part, QuantizedPart, operand
 
@@ -41,7 +41,7 @@ def attend_in_kernel(
     entry: Entry,
     count: jax.Array,
     since: jax.Array,
-    extra: Sequence[Other] = (),
+    extra: Sequence[ExtraTokens] = (),
     table: jax.Array | None = None,
     sinks: jax.Array | None = None,
     *,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specjax.models.cache import Entry, Other
+from specjax.models.cache import Entry, ExtraTokens
 from specjax.models.primitives import LEAST, capped
 from specjax.models.quantized_cache import Part, QuantizedPart, operand
 
@@ -42,7 +42,7 @@ def attend_in_kernel(
     entry: Entry,
     count: jax.Array,
     since: jax.Array,
-    extra: Sequence[Other] = (),
+    extra: Sequence[ExtraTokens] = (),
     table: jax.Array | None = None,
     sinks: jax.Array | None = None,
     *,
@@ -227,7 +227,7 @@ def _of_scales(index_map: Any) -> Any:
     return map_scales
 
 
-def _joined(extra: Sequence[Other]) -> Other:
+def _joined(extra: Sequence[ExtraTokens]) -> ExtraTokens:
     """Concatenate the extra tokens.
 
     Masked filler makes their number a multiple of 8, the number of rows of a TPU register.

@@ -19,7 +19,7 @@ from specjax.training.objectives.acceptance import (
     acceptance_loss_by_depth,
     check_loss,
 )
-from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks, falling
+from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks, weights_by_depth
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class DSparkTraining(BlockMethod):
         log_q, p = jax.nn.log_softmax(logits), jax.nn.softmax(target_logits)
         token = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[..., 0]
         distance = jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1)
-        weight, target_term = falling(token.shape, self.gamma), distance
+        weight, target_term = weights_by_depth(token.shape, self.gamma), distance
         if self.loss != "distance":
             log_p = jax.nn.log_softmax(target_logits)
             target_term = acceptance_loss_by_depth(self.loss, log_p, log_q, drafted.valid, self.eta)

@@ -202,12 +202,12 @@ def draft_blocks(
     segments = batch["segments"][:, :-1]
     verified, drafted = block_masks(segments, starts)
     positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
-    summaries = student.remember_summaries(student.summarise(output, entries), positions)
+    summaries = student.cross_attention_entries(student.summarise(output, entries), positions)
     visible = drafted | (verified & ~staircase[:, None, None])
     x, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), positions, visible)
     attended = student.cross_attend(x, positions, (summaries, verified))
     first, last = student.tli_layers(target)
-    hidden, _ = student.finish(
+    hidden, _ = student.run_tli_layers(
         target, attended, positions, drafted, scratch=[(entries[first:last], verified)]
     )
     return hidden, attended
@@ -230,7 +230,7 @@ def draft_everywhere(
     count = segments.shape[1]
     index = jnp.broadcast_to(jnp.arange(count), segments.shape)
     verified = block_masks(segments, index)[0]
-    summaries = student.remember_summaries(student.summarise(output, entries), index)
+    summaries = student.cross_attention_entries(student.summarise(output, entries), index)
     states, _ = student.self_attend(
         target.embed(batch["tokens"][:, :-1]), index, document_mask(segments)
     )
@@ -240,7 +240,7 @@ def draft_everywhere(
     for step in range(steps):
         positions = index + step
         attended = student.cross_attend(ahead(states, step), positions, (summaries, verified))
-        hidden, new = student.finish(target, attended, positions, alone, scratch=scratch)
+        hidden, new = student.run_tli_layers(target, attended, positions, alone, scratch=scratch)
         yield hidden
         # There is no mask, because each draft attends to its own tokens of earlier steps alone.
         scratch.append((new, None))

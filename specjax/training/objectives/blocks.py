@@ -1,9 +1,18 @@
 """Training of drafters that draft a block in one pass. Many blocks of a window are read at once.
 
 A block belongs to a *place* t of a window, the position of the last token that the target has read.
-Its anchor is token t + 1. At depth d, counted from 1, it predicts token t + 1 + d; this is the
-prediction of step d - 1 at t in `specjax.training.objectives.ahead`. A block attends to the context
-up to t in its own document, and to itself, but to no other block.
+Its anchor is token t + 1, and its other tokens are masks::
+
+    position        t             t + 1     t + 2     t + 3
+    token           last read     anchor    mask      mask
+    predicts                                t + 2     t + 3
+    depth d                                 1         2
+    step, in `specjax.training.objectives.ahead`
+                                            0         1
+
+A drafter that predicts from its anchor, too (`DFlashConfig.from_anchor`), predicts t + 2 there, and
+one token more. A block attends to the context up to t in its own document, and to itself, but to no
+other block.
 """
 
 import math
@@ -38,12 +47,12 @@ _NEVER = -1e9
 """The log-probability of an impossible token. It is finite, so that 0 times it is 0."""
 
 _CHUNK = 32
-"""The number of blocks that an evaluation, which has one for every place, reads at a time."""
+"""The number of blocks of each window that an evaluation, which has one per place, runs at once."""
 
 
 @dataclass(frozen=True)
 class BlockMethod(TrainingMethod):
-    """A method that trains a `DFlash` or a drafter derived from it by the loss terms of `each`.
+    """A method that trains a `DFlash`, or a subclass, with the loss terms that `each` returns.
 
     Attributes:
         target: directory or hub id of the target.
@@ -51,11 +60,12 @@ class BlockMethod(TrainingMethod):
         block_size: the number of tokens of a block, with the anchor.
         mask_token_id: the token that stands where nothing is drafted yet; -1 for the target's last
             token.
-        taps: the target layers whose input the drafter reads; empty for one per layer of the
-            drafter, spread over the target.
+        taps: the target layers whose input the drafter reads. Empty: as many target layers as the
+            drafter has layers, evenly spread.
         intermediate_size: the size of the drafter's MLPs; 0 for the target's.
-        anchors: the number of blocks per window, at places that are drawn at random in each step.
-            A window has at most as many as it has tokens.
+        anchors: the number of blocks per window, at most one for each of its tokens. Their places
+            are drawn at random in each step. If a window has fewer valid places, the other blocks
+            are computed as well, but do not count.
         remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
@@ -98,8 +108,8 @@ class BlockMethod(TrainingMethod):
         if self.intermediate_size < 0 or self.mask_token_id < -1:
             raise ConfigError(
                 f"method.intermediate_size={self.intermediate_size},"
-                f" method.mask_token_id={self.mask_token_id}: must be at least 0, which is the"
-                " target's, and at least -1, which is the target's last token"
+                f" method.mask_token_id={self.mask_token_id}: the size must be at least 0 (0: the"
+                " target's), and the token at least -1 (-1: the target's last token)"
             )
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> DFlash:
@@ -125,7 +135,11 @@ class BlockMethod(TrainingMethod):
     def objective(
         self, student: Any, batch: Batch, target: Target | None
     ) -> tuple[jax.Array, Metrics]:
-        """Return the sum of the terms, divided by the number of all predictions, counted or not."""
+        """Return the loss and the metrics.
+
+        The loss is the sum of the terms over the predictions that count, divided by the number of
+        all predictions (see `losses.mean_over_positions`).
+        """
         assert target is not None
         output, _ = score(target, batch, student.taps(target.config))
         depth = student.config.depth
@@ -183,15 +197,18 @@ class TokenMethod(BlockMethod):
         eta: the parameter of the hybrid loss, see `losses.hybrid`.
         gamma: depth d has the weight ``exp(-(d - 1) / gamma)``. The published values are 7 for
             blocks of 16 and 4 for blocks of 8. 0 gives all depths the same weight.
-        input_embedding_scale: the factor of the embeddings of a block's tokens. This field and the
-            next two belong to the drafter's config; a run that starts from a published drafter must
-            repeat its values.
-        output_multiplier: the factor of the drafter's logits. This field and the next one replace
-            those of the target.
-        final_logit_softcapping: the bound of the drafter's logits after that factor; 0 for none.
-        dpace: the parameter alpha of D-PACE, which weights the depths instead of ``gamma``; the
-            published value is 0.5, and -1 turns it off. D-PACE uses the label's probability, or the
-            acceptance probability if the loss is one of acceptance.
+        dpace: the parameter alpha of D-PACE (see `dpace`), which replaces ``gamma``: each depth is
+            weighted by how much the expected accepted length depends on it. The published value is
+            0.5, and -1 turns it off. D-PACE uses exp(-cross entropy), which is the label's
+            probability for the tokens of the text, or the acceptance probability if the loss is one
+            of acceptance.
+        input_embedding_scale: the factor of the embeddings of a block's tokens. This field,
+            ``output_multiplier`` and ``final_logit_softcapping`` are stored in the drafter's
+            config. A run that starts from a published drafter must repeat its values.
+        output_multiplier: the factor of the drafter's logits. If it or ``final_logit_softcapping``
+            differs from its default, the two replace the target's own scaling of logits.
+        final_logit_softcapping: the bound of the drafter's logits after that factor. 0 for none,
+            or for the target's if ``output_multiplier`` is 1.
 
     Examples:
         >>> from specjax.training.objectives.blocks import TokenMethod
@@ -214,8 +231,8 @@ class TokenMethod(BlockMethod):
         super().check(window)
         if self.gamma < 0 or not (self.dpace == -1 or 0 <= self.dpace <= 1):
             raise ConfigError(
-                f"method.gamma={self.gamma}, method.dpace={self.dpace}: must be at least 0, and"
-                " from 0 to 1, or -1 for none"
+                f"method.gamma={self.gamma}, method.dpace={self.dpace}: gamma must be at least 0,"
+                " and dpace from 0 to 1, or -1 for none"
             )
         for name in ("input_embedding_scale", "output_multiplier"):
             if not 0 < getattr(self, name) < math.inf:
@@ -247,13 +264,17 @@ class TokenMethod(BlockMethod):
         log_q = jax.nn.log_softmax(logits)
         if self.loss == "cross_entropy":
             if self.labels == "target":
-                entropy = -jnp.sum(jax.nn.softmax(target.head(drafted.hidden)) * log_q, axis=-1)
+                cross_entropy = -jnp.sum(
+                    jax.nn.softmax(target.head(drafted.hidden)) * log_q, axis=-1
+                )
             else:
-                entropy = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[..., 0]
-            return self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
+                cross_entropy = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[
+                    ..., 0
+                ]
+            return self.weighed(cross_entropy, jnp.exp(-cross_entropy), drafted.valid)
         if self.labels == "target":
             log_p = jax.nn.log_softmax(target.head(drafted.hidden))
-        else:  # the distribution in which only the token of the text is possible
+        else:  # one-hot at the token of the text
             log_p = jnp.where(jnp.arange(log_q.shape[-1]) == drafted.tokens[..., None], 0.0, _NEVER)
         loss = acceptance_loss_by_depth(self.loss, log_p, log_q, drafted.valid, self.eta)
         return self.weighed(loss, jnp.exp(losses.log_acceptance(log_p, log_q)), drafted.valid)
@@ -261,10 +282,13 @@ class TokenMethod(BlockMethod):
     def weighed(self, loss: jax.Array, right: jax.Array, valid: jax.Array) -> jax.Array:
         """Multiply losses ``[B, A, D]`` by the weights of their depths.
 
-        D-PACE computes the weights from the probabilities ``right [B, A, D]`` of the labels.
+        D-PACE computes the weights from ``right [B, A, D]``: the probabilities of the labels, or
+        those of acceptance.
         """
         weight = (
-            dpace(right, valid, self.dpace) if self.dpace >= 0 else falling(loss.shape, self.gamma)
+            dpace(right, valid, self.dpace)
+            if self.dpace >= 0
+            else weights_by_depth(loss.shape, self.gamma)
         )
         return weight * loss
 
@@ -278,7 +302,7 @@ class DraftedBlocks:
         hidden: ``[B, A, D, H]`` the target's hidden states, from which its head computes the
             distributions to learn.
         tokens: ``[B, A, D]`` the tokens of the text.
-        before: ``[B, A, D]`` the token of the text before each.
+        before: ``[B, A, D]`` the token of the text just before each of ``tokens``.
         valid: ``[B, A, D]`` bool which predictions count.
     """
 
@@ -302,7 +326,7 @@ class DraftedBlocks:
             valid: ``[B, T, D]`` bool which predictions count, for every place of the window.
         """
         depth = states.shape[2]
-        # The places where the target predicts the token of each depth.
+        # The positions at which the target predicts the token of each depth.
         after = places[..., None] + 1 + jnp.arange(depth)
 
         def take(values: jax.Array, indices: jax.Array) -> jax.Array:
@@ -351,13 +375,14 @@ def _read(
         jnp.repeat(places, size, axis=1)[..., None],
         axis=1,
     )
-    alike, back = block[:, None] == block, offset[:, None] - offset
+    same_block, distance = block[:, None] == block, offset[:, None] - offset
 
     def visible_pieces(layer: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
-        mask = alike & student.sees(window, back)
-        since, visible = student.reach(window, positions, anchors), context_mask
-        if since is not None:
-            visible = visible & (jnp.arange(context_mask.shape[2]) >= since[..., None])
+        mask = same_block & student.sees(window, distance)
+        first_visible, visible = student.reach(window, positions, anchors), context_mask
+        if first_visible is not None:
+            is_in_reach = jnp.arange(context_mask.shape[2]) >= first_visible[..., None]
+            visible = visible & is_in_reach
         return jnp.asarray(mask)[None], [(context[layer], visible)]
 
     states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces)
@@ -385,7 +410,7 @@ def read_everywhere(student: DFlash, target: Target, batch: Batch, output: Outpu
 
 
 @shape_checked
-def falling(shape: tuple[int, ...], gamma: float) -> Float[Array, "..."]:
+def weights_by_depth(shape: tuple[int, ...], gamma: float) -> Float[Array, "..."]:
     """Return the weights ``exp(-(d - 1) / gamma)`` of depths d, or 1 if ``gamma`` is 0.
 
     The last axis of ``shape`` is the depth.
