@@ -92,8 +92,8 @@ PLACES = (
         ("Use the form for private reports: <{address}/security/advisories/new>.",),
         (
             (
-                "The repository has no public address yet, and so no form for reports: tell those"
-                " from whom you have this copy."
+                "The repository has no public address yet, so there is no form for reports: write to"
+                " the people who gave you this copy."
             ),
         ),
     ),

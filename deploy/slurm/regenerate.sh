@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Rewrite a data set with the target, in 16 parts, on as many machines as are free:
+# Rewrite a data set with the target, in 16 shards, on as many machines as are free:
 #
 #   sbatch deploy/slurm/regenerate.sh
 #
-# Each task of the array is a process by itself. It writes one shard into a folder that all machines see. A task that was
-# interrupted goes on where it was. After a failure submit the whole array again, not a part of it: the number of tasks says into
-# how many shards the data set is divided, and a shard that is whole is not written again.
+# Each task of the array is an independent process. It writes one shard into a folder that all machines can reach. An interrupted
+# task continues its shard. After a failure submit the whole array again, not a part of it: the number of tasks is the number of
+# shards, and a complete shard is not written again.
 
 #SBATCH --job-name=specjax-regenerate
 #SBATCH --array=0-15
