@@ -49,8 +49,7 @@ def initial_state(
     state = _first_state(method, student, optimizer)
     if mesh is None:
         return state
-    state = jax.tree.map(partial(_onto, mesh), state)
-    return replace(state, places=tuple(leaf.sharding for leaf in jax.tree.leaves(state)))
+    return _with_places(jax.tree.map(lambda leaf: sharding.put(leaf, _place_of(mesh, leaf)), state))
 
 
 def _first_state(
@@ -85,13 +84,12 @@ def abstract_state(
         shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter_place)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_place_of(mesh, shape))
 
-    state = jax.tree_util.tree_map_with_path(place, state)
+    return _with_places(jax.tree_util.tree_map_with_path(place, state))
+
+
+def _with_places(state: TrainState) -> TrainState:
+    """Return a sharded state that notes its shardings."""
     return replace(state, places=tuple(leaf.sharding for leaf in jax.tree.leaves(state)))
-
-
-def _onto(mesh: Mesh, leaf: jax.Array) -> jax.Array:
-    """Shard a leaf over the mesh."""
-    return sharding.put(leaf, _place_of(mesh, leaf))
 
 
 def _place_of(mesh: Mesh, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:

@@ -42,10 +42,7 @@ class Eagle1Training(EagleMethod):
     noise: float = 0.2
     remat: bool = False
 
-    def objective(
-        self, student: Eagle, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
-        assert target is not None
+    def objective(self, student: Eagle, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
         return feature_loss(
             student,
             batch,

@@ -80,11 +80,7 @@ class Eagle3Training(FeatureMethod):
                 f" method.intermediate_size={self.intermediate_size}: must be at least 0, which is"
                 " as many as the target has"
             )
-        if self.steps + 1 >= window:
-            raise ConfigError(
-                f"method.steps={self.steps}: data.window={window} is too short; give at least"
-                " steps + 2"
-            )
+        self.check_window(window, "steps")
         check_loss(self.loss, "cross_entropy", self.eta)
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Eagle3:
@@ -104,14 +100,11 @@ class Eagle3Training(FeatureMethod):
             num_layers=self.layers,
         )
 
-    def objective(
-        self, student: Eagle3, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Eagle3, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
         """Return the loss, and the metrics.
 
         Positions at which the target's likeliest token cannot be drafted do not count.
         """
-        assert target is not None
         output = forward(target, batch, student.taps(target.config))
         target_logits, can_be_drafted = draft_labels(student, target, output)
         log_total = jax.nn.logsumexp(output.logits, axis=-1)

@@ -75,18 +75,11 @@ class Gemma4AssistantTraining(TrainingMethod):
 
     def check(self, window: int) -> None:
         super().check(window)
-        for name in ("hidden_size", "intermediate_size", "layers", "centroids"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"method.{name}={getattr(self, name)}: must be at least 0")
+        self.check_minimum(0, "hidden_size", "intermediate_size", "layers", "centroids")
         if self.layers > 4:
             raise ConfigError(f"method.layers={self.layers}: an assistant has at most 4")
-        if self.steps < 1:
-            raise ConfigError(f"method.steps={self.steps}: must be at least 1")
-        if self.steps + 1 >= window:
-            raise ConfigError(
-                f"method.steps={self.steps}: data.window={window} is too short; give at least"
-                " steps + 2"
-            )
+        self.check_minimum(1, "steps")
+        self.check_window(window, "steps")
         if self.decay <= 0 or self.centroid_weight < 0:
             raise ConfigError(
                 f"method.decay={self.decay}, method.centroid_weight={self.centroid_weight}: must be"
@@ -115,10 +108,9 @@ class Gemma4AssistantTraining(TrainingMethod):
         return Gemma4Assistant.checkpoint_format.read_config(open_drafter(inputs.init_from))
 
     def objective(
-        self, student: Gemma4Assistant, batch: Batch, target: Target | None
+        self, student: Gemma4Assistant, batch: Batch, target: Target
     ) -> tuple[jax.Array, Metrics]:
         """Return the loss in nats, and the metrics."""
-        assert target is not None
         output, entries = score(target, batch)
         target_clusters = (
             cluster_logits(student, output.logits) if student.config.centroids else None
@@ -136,8 +128,7 @@ class Gemma4AssistantTraining(TrainingMethod):
         steps = draft_along(student, batch, target, output, entries, self.steps, remat=self.remat)
         return decayed(batch, steps, jax.checkpoint(loss_of) if self.remat else loss_of, self.decay)
 
-    def evaluation(self, student: Gemma4Assistant, batch: Batch, target: Target | None) -> Metrics:
-        assert target is not None
+    def evaluation(self, student: Gemma4Assistant, batch: Batch, target: Target) -> Metrics:
         output, entries = score(target, batch)
         steps = draft_along(student, batch, target, output, entries, SIMULATED_STEPS)
         return simulate(output, batch, (student.logits(x) for x in steps))

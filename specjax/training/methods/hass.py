@@ -55,10 +55,7 @@ class HassTraining(EagleMethod):
                 f"method.steps={self.steps}, method.top_k={self.top_k}: must be at least 1"
             )
 
-    def objective(
-        self, student: Eagle, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
-        assert target is not None
+    def objective(self, student: Eagle, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
         return feature_loss(
             student,
             batch,

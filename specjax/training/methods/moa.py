@@ -95,14 +95,13 @@ class MoATraining(TrainingMethod):
         )
 
     def objective(
-        self, student: MixtureOfAttentions, batch: Batch, target: Target | None
+        self, student: MixtureOfAttentions, batch: Batch, target: Target
     ) -> tuple[jax.Array, Metrics]:
         """Return the loss in nats, and the metrics.
 
         With target layer inference, the states that enter the target's last layers are compared as
         well.
         """
-        assert target is not None
         first = student.tli_layers(target)[0]
         output, entries = score(target, batch, taps=(first,) if self.tli else ())
         length, staircase = self.draw(batch["key"], batch["tokens"].shape[0], batch["progress"])
@@ -137,10 +136,7 @@ class MoATraining(TrainingMethod):
         share = jnp.maximum(1 - progress / max(self.staircase_until, 1e-6), 0)
         return length, jax.random.uniform(staircase_key, (rows,)) < share
 
-    def evaluation(
-        self, student: MixtureOfAttentions, batch: Batch, target: Target | None
-    ) -> Metrics:
-        assert target is not None
+    def evaluation(self, student: MixtureOfAttentions, batch: Batch, target: Target) -> Metrics:
         output, entries = score(target, batch)
         states = draft_everywhere(student, batch, target, output, entries, SIMULATED_STEPS)
         # `simulate` expects the predictions of the draft with root t + 1 at position t.

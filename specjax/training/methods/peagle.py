@@ -103,11 +103,7 @@ class PEagleTraining(TrainingMethod):
                 f"method.kept={self.kept}, method.kept_at_least={self.kept_at_least}: must be above"
                 " 0 and from 0, up to 1"
             )
-        if self.depths >= window:
-            raise ConfigError(
-                f"method.depths={self.depths}: data.window={window} is too short; give at least"
-                " depths + 1"
-            )
+        self.check_window(window, "depths", further=1)
         check_loss(self.loss, "cross_entropy", self.eta)
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> PEagle:
@@ -145,16 +141,13 @@ class PEagleTraining(TrainingMethod):
         shares = [max(self.kept**depth, self.kept_at_least) for depth in range(self.depths)]
         return tuple(max(int(window * share), 1) for share in shares)
 
-    def objective(
-        self, student: PEagle, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: PEagle, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
         """Return the loss, and the metrics.
 
         The divisor is the number of all places of all depths, counted or not, which is the same in
         every batch. Places at which the target's likeliest token cannot be drafted do not count.
         The metric ``loss_d`` is the mean loss of depth d over the places that count.
         """
-        assert target is not None
         output = forward(target, batch, student.taps(target.config))
         target_logits, can_be_drafted = draft_labels(student, target, output)
         log_total = jax.nn.logsumexp(output.logits, axis=-1)
@@ -204,9 +197,8 @@ class PEagleTraining(TrainingMethod):
             metrics[f"loss_{depth}"] = loss_of_depth
         return total, {"loss": total, **metrics}
 
-    def evaluation(self, student: PEagle, batch: Batch, target: Target | None) -> Metrics:
+    def evaluation(self, student: PEagle, batch: Batch, target: Target) -> Metrics:
         """Return the metrics of `simulate`, from every place to every depth."""
-        assert target is not None
         output = forward(target, batch, student.taps(target.config))
         window = output.hidden.shape[1]
         every = jnp.broadcast_to(jnp.arange(window), output.hidden.shape[:2])

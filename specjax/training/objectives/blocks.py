@@ -122,11 +122,8 @@ class BlockMethod(TrainingMethod):
         """Return the terms of the loss by name, ``[B, A, D]`` each. Their sum is minimized."""
         raise NotImplementedError
 
-    def objective(
-        self, student: Any, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Any, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
         """Return the sum of the terms, divided by the number of all predictions, counted or not."""
-        assert target is not None
         output, _ = score(target, batch, student.taps(target.config))
         depth = student.config.depth
         valid = jnp.stack([counted(batch, step) for step in range(depth)], axis=-1)
@@ -146,8 +143,7 @@ class BlockMethod(TrainingMethod):
         total = sum(means.values(), jnp.zeros(()))
         return total, {"loss": total} | (means if len(means) > 1 else {})
 
-    def evaluation(self, student: Any, batch: Batch, target: Target | None) -> Metrics:
-        assert target is not None
+    def evaluation(self, student: Any, batch: Batch, target: Target) -> Metrics:
         output, _ = score(target, batch, student.taps(target.config))
         states = read_everywhere(student, target, batch, output)
         steps, count = min(SIMULATED_STEPS, student.config.depth), states.shape[1]
