@@ -119,10 +119,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
     output = Path(config.output) if config.output and speaks() else None
     if output is not None and output.is_file():
         raise InputError(f"output={config.output!r} is a file: give a directory")
-    if config.questions:
-        questions = read_questions("questions", config.questions, config.per_category)
-    else:
-        questions = []
+    questions = read_questions(config.questions, config.per_category) if config.questions else []
     options = pipeline.settings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -241,10 +238,8 @@ class _Asking:
         return answers
 
     def _encode(self, history: list[dict[str, str]]) -> list[int]:
-        if self._chat:
-            ids = self._generator.encode(history)
-        else:
-            ids = self._generator.encode("\n".join(message["content"] for message in history))
+        prompt = history if self._chat else "\n".join(message["content"] for message in history)
+        ids = self._generator.encode(prompt)
         target = self._generator.target
         positions = min(
             decoding.most_positions(target, drafter or NoDraft())
