@@ -31,7 +31,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
-from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
+from specjax.models.cache import Entries, Entry, KVCache, empty_entries, place_entries
 from specjax.models.config import ModelConfig
 from specjax.models.params import Params
 from specjax.models.transformer import States, Target
@@ -50,6 +50,10 @@ class FeatureState:
 
     cache: KVCache
     newest: jax.Array
+
+
+Past = tuple[tuple[Piece, ...], ...]
+"""What each layer attends to beside the new pairs."""
 
 
 class FeatureDrafter(TrainedDrafter[FeatureState]):
@@ -100,9 +104,9 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         embedded: jax.Array,
         positions: jax.Array,
         mask: jax.Array | None,
-        past: tuple[tuple[Piece, ...], ...],
+        past: Past,
         module: int = 0,
-    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, Entries]:
         """Read T pairs with one module.
 
         Args:
@@ -205,7 +209,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         following: jax.Array,
         count: jax.Array,
         cache: KVCache | None = None,
-    ) -> tuple[FeatureState, tuple[Entry, ...]]:
+    ) -> tuple[FeatureState, Entries]:
         """Append tokens with the drafter's own state in place of the feature, as while drafting.
 
         Each pair needs the state at the pair before, so the pairs are read one after another.
@@ -268,8 +272,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         depths = jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1
 
         def read(
-            frontier: Frontier, carried: tuple[tuple[Entry, ...], jax.Array]
-        ) -> tuple[jax.Array, tuple[tuple[Entry, ...], jax.Array]]:
+            frontier: Frontier, carried: tuple[Entries, jax.Array]
+        ) -> tuple[jax.Array, tuple[Entries, jax.Array]]:
             scratch, states = carried
             # ``[B, F, M, H]`` the states of each node's parent, by module.
             above = jnp.take_along_axis(states, frontier.parents[..., None, None], axis=1)
@@ -278,7 +282,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
                 state.cache.length[:, None] + frontier.depth - 1, frontier.tokens.shape
             )
 
-            def read_with(module: int, states: jax.Array) -> tuple[jax.Array, tuple[Entry, ...]]:
+            def read_with(module: int, states: jax.Array) -> tuple[jax.Array, Entries]:
                 cached = self._past(state.cache, module)
                 first_layer = (module - modules.start) * layers
                 # As in the cache, the first pairs of a text are hidden (see `visible_in`).
@@ -331,14 +335,14 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         )
         return draft, state
 
-    def _past(self, cache: KVCache, module: int) -> tuple[tuple[Piece, ...], ...]:
+    def _past(self, cache: KVCache, module: int) -> Past:
         """Return the part of the cache that ``module`` attends to, layer by layer."""
         layers = self.sizes.num_layers
         since = jnp.full((1, 1), module)
         module_layers = range(module * layers, (module + 1) * layers)
         return tuple((Filled.of(cache, layer, since, self.mesh),) for layer in module_layers)
 
-    def _empty(self, batch: int, slots: int, modules: int) -> tuple[Entry, ...]:
+    def _empty(self, batch: int, slots: int, modules: int) -> Entries:
         sizes = self.sizes
         layers = [sizes.entry_parts(layer) for layer in range(sizes.num_layers)] * modules
         return empty_entries(layers, batch=batch, slots=slots, dtype=self._dtype, mesh=self.mesh)

@@ -19,6 +19,7 @@ from specjax.models.families.ropes import FULL, WINDOWED, format_rope, parse_rop
 from specjax.models.fields import (
     CheckpointError,
     Field,
+    FieldTable,
     check_fields,
     flag,
     mapping,
@@ -54,7 +55,7 @@ _ACTIVATIONS: dict[str, Activation] = {  # Hugging Face's name -> ours; the firs
 
 # The fields of every family's config.json. The bounds are far beyond any model, and small enough to
 # compute with.
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "vocab_size": whole(1, 10_000_000),
     "hidden_size": whole(1, 1_000_000),
     "intermediate_size": whole(1, 10_000_000),
@@ -85,7 +86,7 @@ _FIELDS: dict[str, Field] = {
     "torch_dtype": text(*_DTYPES, default=None),
     "quantization_config": mapping(default=None),
 }
-_GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_config.json
+_GENERATION: FieldTable = {"eos_token_id": _TOKENS}  # of generation_config.json
 
 
 def read_config(files: CheckpointFiles) -> ModelConfig:
@@ -104,7 +105,7 @@ def read_config(files: CheckpointFiles) -> ModelConfig:
     return replace(config, eos_token_ids=_eos_token_ids(eos, config.vocab_size, source))
 
 
-_PART: dict[str, Field] = {
+_PART: FieldTable = {
     "specjax_layers": Field(
         "two whole numbers, the first layer and the one after the last",
         lambda value: (

@@ -37,6 +37,10 @@ class Field:
     default: Any = REQUIRED
 
 
+FieldTable = dict[str, Field]
+"""The fields of an object, by their names."""
+
+
 def whole(low: int, high: int, default: Any = REQUIRED) -> Field:
     """Return a field for an integer from ``low`` to ``high``.
 

@@ -37,6 +37,12 @@ Examples:
 
 Metrics = dict[str, jax.Array]
 
+Loss = tuple[jax.Array, Metrics]
+"""The loss of a step, and its metrics."""
+
+Windows = dict[str, np.ndarray]
+"""Packed windows: the arrays of a `Batch` that come from the data, with all rows."""
+
 
 @dataclass(frozen=True)
 class StudentInputs:
@@ -172,7 +178,7 @@ class TrainingMethod:
         """
         raise NotImplementedError
 
-    def objective(self, student: Any, batch: Batch, target: Any) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Any, batch: Batch, target: Any) -> Loss:
         """Return the loss of a step, and its metrics.
 
         ``target`` is the frozen `Target`; it is None if the method does not learn from one.

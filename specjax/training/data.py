@@ -16,6 +16,7 @@ from specjax.progress import say
 from specjax.templates import with_template
 from specjax.training import chat, fingerprint
 from specjax.training.config import DataConfig
+from specjax.training.contract import Windows
 from specjax.training.documents import Document, read_documents
 from specjax.training.tokenizer import begin_token, encode_texts, read_tokenizer, train_tokenizer
 from specjax.training.written import WrittenTokens
@@ -47,7 +48,7 @@ def pack(
     window: int,
     masks: Sequence[np.ndarray] | None = None,
     begin: int | None = None,
-) -> dict[str, np.ndarray]:
+) -> Windows:
     """Concatenate documents and cut windows of ``window + 1`` tokens; neighbors share one token.
 
     The first token of a document does not follow from the document before it, so it does not count
@@ -94,7 +95,7 @@ def pack(
     return {name: array[useful] for name, array in packed.items()}
 
 
-def count_labels(packed: dict[str, np.ndarray], vocab: int) -> np.ndarray:
+def count_labels(packed: Windows, vocab: int) -> np.ndarray:
     """Count how often each token is a label that counts, ``[vocab]``."""
     return np.bincount(packed["tokens"][:, 1:][packed["loss_mask"]], minlength=vocab)
 
@@ -102,17 +103,17 @@ def count_labels(packed: dict[str, np.ndarray], vocab: int) -> np.ndarray:
 class PackedWindows(grain.sources.RandomAccessDataSource):
     """A grain source of packed windows: item ``i`` is row ``i`` of each array."""
 
-    def __init__(self, packed: dict[str, np.ndarray]) -> None:
+    def __init__(self, packed: Windows) -> None:
         self._packed = packed
 
     def __len__(self) -> int:
         return len(self._packed["tokens"])
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> Windows:
         return {name: array[index] for name, array in self._packed.items()}
 
 
-def batches(packed: dict[str, np.ndarray], batch: int, seed: int) -> grain.DatasetIterator:
+def batches(packed: Windows, batch: int, seed: int) -> grain.DatasetIterator:
     """Return an infinite iterator over batches, which are shuffled again in each epoch.
 
     Every bit of the seed counts. The state of the iterator is a small JSON object.
@@ -135,7 +136,7 @@ def batches(packed: dict[str, np.ndarray], batch: int, seed: int) -> grain.Datas
 
 def prepare(
     config: DataConfig, end: int | None = None, vocab: int | None = None
-) -> tuple[tokenizers.Tokenizer, dict[str, np.ndarray], dict[str, np.ndarray]]:
+) -> tuple[tokenizers.Tokenizer, Windows, Windows]:
     """Return the tokenizer, the training windows and the held-out windows of a `DataConfig`.
 
     The token that the tokenizer puts before every text separates texts. If it puts none, texts end
@@ -161,7 +162,7 @@ def prepare(
     _report_generated_tokens([*train, *held_out], reader.tokenizer_hash, config)
     size = vocab or reader.vocab
 
-    def windows(documents: Sequence[Document]) -> dict[str, np.ndarray]:
+    def windows(documents: Sequence[Document]) -> Windows:
         encoded = _sequences(documents, reader, size, config)
         masks = [mask for _, mask in encoded]
         return pack([ids for ids, _ in encoded], config.window, masks, reader.begin)

@@ -32,7 +32,7 @@ from specjax.sampling import make_key
 from specjax.sharding import mesh_for
 from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
-from specjax.training.contract import Metrics, StudentInputs
+from specjax.training.contract import Metrics, StudentInputs, Windows
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import (
     TrainState,
@@ -185,7 +185,7 @@ class _Run:
     tokenizer: tokenizers.Tokenizer
     tokenizer_directory: str
     iterator: grain.DatasetIterator
-    held_out: dict[str, np.ndarray]
+    held_out: Windows
     fixed: dict[str, Any]
 
 
@@ -270,7 +270,7 @@ def _is_stretched(earlier: ModelConfig, later: ModelConfig) -> bool:
     return earlier.rope.theta == later.rope.theta and earlier.max_positions <= later.max_positions
 
 
-def show_batch(tokenizer: tokenizers.Tokenizer, packed: dict[str, np.ndarray]) -> None:
+def show_batch(tokenizer: tokenizers.Tokenizer, packed: Windows) -> None:
     """Print the first window as text, with the labels that count in green.
 
     So the user can stop the run if the wrong words are green.

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import sharding
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Metrics, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, TrainingMethod, Windows
 
 _EVALUATION_WINDOWS = 64
 
@@ -112,7 +112,7 @@ def _place_of(mesh: Mesh, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedShardi
 
 
 def make_batch(
-    windows: dict[str, np.ndarray], key: jax.Array, progress: float, mesh: Mesh | None = None
+    windows: Windows, key: jax.Array, progress: float, mesh: Mesh | None = None
 ) -> Batch:
     """Return the `Batch` of packed windows. On a mesh its rows are sharded over ``data``."""
     batch: Batch = {**windows, "key": key, "progress": np.float32(progress)}  # pyright: ignore[reportAssignmentType]
@@ -156,7 +156,7 @@ def train_step(
     """
     trained = trainable(state.student, method)
 
-    def loss(trained: Any, part: Batch) -> tuple[jax.Array, Metrics]:
+    def loss(trained: Any, part: Batch) -> Loss:
         # The cast is differentiated, too, so that the gradients have the weights' own type.
         student = cast(_with(trained, state.student), compute_dtype)
         return method.objective(student, part, target)
@@ -268,7 +268,7 @@ def _evaluate_batch(
 
 def evaluate(
     student: Any,
-    packed: dict[str, np.ndarray],
+    packed: Windows,
     batch: int,
     target: Target | None,
     method: TrainingMethod,

@@ -25,6 +25,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.fields import (
     CheckpointError,
     Field,
+    FieldTable,
     check_fields,
     flag,
     mapping,
@@ -77,13 +78,13 @@ def _layer_numbers(lowest: int) -> Field:
     return Field("a list of at most 64 layer numbers", accepts, None)
 
 
-_HEADS: dict[str, Field] = {
+_HEADS: FieldTable = {
     "markov_rank": whole(0, 1_000_000, default=0),
     "markov_head_type": text(*get_args(Markov), default="vanilla"),
     "enable_confidence_head": flag(default=False),
     "confidence_head_with_markov": flag(default=False),
 }
-_OF_DFLASH2: dict[str, Field] = {
+_OF_DFLASH2: FieldTable = {
     "conv_kernel_size": whole(1, 4096),
     "conv_group_size": whole(1, 1_000_000),
     "selector_rank": whole(1, 1_000_000),
@@ -95,7 +96,7 @@ _PUBLISHED = {
     "selector_rank": 256,
     "selector_top_k": 16,
 }
-_FIELDS: dict[str, dict[str, Field]] = {
+_FIELDS: dict[str, FieldTable] = {
     "dflash": {
         "block_size": whole(1, 4096, default=None),
         "is_causal": flag(default=None),
@@ -118,7 +119,7 @@ _FIELDS: dict[str, dict[str, Field]] = {
         **_HEADS,
     },
 }
-_NESTED: dict[str, Field] = {  # the fields in dflash_config
+_NESTED: FieldTable = {  # the fields in dflash_config
     "mask_token_id": whole(0, 10_000_000),
     "target_layer_ids": _layer_numbers(-1),
     "block_size": whole(1, 4096, default=None),  # newer files have it here
@@ -126,7 +127,7 @@ _NESTED: dict[str, Field] = {  # the fields in dflash_config
     "causal": flag(default=None),
     "target_hidden_size": whole(1, 1_000_000, default=None),
 }
-_FACTORS: dict[str, Field] = {  # z-lab's code looks for them in dflash_config first, then beside it
+_FACTORS: FieldTable = {  # z-lab's code looks for them in dflash_config first, then beside it
     "input_embedding_scale": number(1e-6, 1e6, default=None),
     "output_multiplier": number(1e-6, 1e6, default=None),
     "final_logit_softcapping": Field(
@@ -135,7 +136,7 @@ _FACTORS: dict[str, Field] = {  # z-lab's code looks for them in dflash_config f
         None,
     ),
 }
-_NO_FACTORS: dict[str, Field] = {  # for layouts whose own code does not read these fields
+_NO_FACTORS: FieldTable = {  # for layouts whose own code does not read these fields
     "input_embedding_scale": Field("1 in this layout", lambda value: value == 1, None),
     "output_multiplier": Field("1 in this layout", lambda value: value == 1, None),
     "final_logit_softcapping": Field("null or 0 in this layout", lambda value: value == 0, None),
@@ -325,7 +326,7 @@ def _read_speculators(fields: dict[str, Any], stored: CheckpointFiles) -> dict[s
     }
 
 
-def _speculators_fields(kind: Kind | None) -> dict[str, Field]:
+def _speculators_fields(kind: Kind | None) -> FieldTable:
     """Return the fields whose defaults depend on the kind of drafter."""
     fields = {
         "sample_from_anchor": flag(kind == "dspark"),

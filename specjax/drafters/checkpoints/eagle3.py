@@ -22,7 +22,15 @@ from specjax.models import config_json
 from specjax.models import params as declarations
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    FieldTable,
+    check_fields,
+    flag,
+    mapping,
+    whole,
+)
 from specjax.models.params import Param, Params, matrix, norm
 
 _FIRST_LAYER: dict[str, str] = {"eagle3": "midlayer.", "speculators": "layers.0."}
@@ -188,18 +196,18 @@ def _is_no(value: Any) -> bool:
     return value is False
 
 
-_FLAGS: dict[str, Field] = {
+_FLAGS: FieldTable = {
     name: flag(default=False)
     for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 }
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "draft_vocab_size": whole(1, 10_000_000, default=None),
     "target_hidden_size": whole(1, 1_000_000, default=None),
     "eagle_aux_hidden_state_layer_ids": _ids(),
     "eagle_config": mapping(default=None),
     "transformer_layer_config": mapping(default=None),
 }
-_NESTED: dict[str, Field] = {  # the fields in eagle_config
+_NESTED: FieldTable = {  # the fields in eagle_config
     "use_aux_hidden_state": flag(default=True),
     "return_hidden_post_norm": flag(default=False),
     "eh_proj_before_attn": Field(

@@ -21,7 +21,14 @@ from specjax.models import config_json, hub
 from specjax.models import params as declarations
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
-from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
+from specjax.models.fields import (
+    CheckpointError,
+    FieldTable,
+    check_fields,
+    flag,
+    mapping,
+    whole,
+)
 from specjax.models.params import Params
 
 _SELF, _CROSS, _LAYERS = "self_attention.", "cross_attention.", "layer_self_attention."
@@ -159,13 +166,13 @@ def read_config(stored: CheckpointFiles, tli: int | None = None) -> MoAConfig:
     )
 
 
-_OWN: dict[str, Field] = {
+_OWN: FieldTable = {
     "target_layer_inference": whole(0, 10_000),
     "target_num_hidden_layers": whole(1, 10_000, default=None),
     "cross_attention": mapping(default=None),
     "layer_self_attention": mapping(default=None),
 }
-_SIZES: dict[str, Field] = {
+_SIZES: FieldTable = {
     "num_key_value_heads": whole(1, 100_000),
     "intermediate_size": whole(1, 10_000_000),
 }

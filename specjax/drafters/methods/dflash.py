@@ -29,7 +29,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
-from specjax.models.cache import Cache, Entry, KVCache, RingCache
+from specjax.models.cache import Cache, Entries, Entry, KVCache, RingCache
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, keys_values, normed
 from specjax.models.params import Params
@@ -207,7 +207,7 @@ class DFlash(TrainedDrafter[Cache]):
             self.params, "hidden_norm", self.config.layer, linear(self.params, "fc", taps)
         )
 
-    def context(self, features: jax.Array, positions: jax.Array) -> tuple[Entry, ...]:
+    def context(self, features: jax.Array, positions: jax.Array) -> Entries:
         """Return each layer's keys and values at tokens with ``features [B, T, H]``.
 
         ``positions`` are ``[B, T]``.

@@ -25,7 +25,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import config_json, hub
-from specjax.models.cache import Cache, Entry, gather_entries
+from specjax.models.cache import Cache, Entries, Entry, gather_entries
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
@@ -68,7 +68,7 @@ class DraftedEntries:
             root and for nodes that were never read.
     """
 
-    entries: tuple[Entry, ...]
+    entries: Entries
     places: jax.Array
 
 
@@ -279,9 +279,7 @@ class DraftModel(Drafter[DraftModelState]):
         # The index is within each row, so that a mesh exchanges nothing.
         logits = jnp.take_along_axis(output.logits, root_index, axis=1)[:, 0]
 
-        def read(
-            frontier: Frontier, scratch: tuple[Entry, ...]
-        ) -> tuple[jax.Array, tuple[Entry, ...]]:
+        def read(frontier: Frontier, scratch: Entries) -> tuple[jax.Array, Entries]:
             translated = replace(frontier, tokens=self._known(frontier.tokens))
             logits, scratch = read_nodes(self.model, cache, translated, scratch)
             return self._offered(logits, target), scratch

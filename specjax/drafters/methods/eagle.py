@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax.drafters.features import FeatureDrafter
+from specjax.drafters.features import FeatureDrafter, Past
 from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.models import config_json
 from specjax.models import params as declarations
-from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries, Entry
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
@@ -174,9 +173,9 @@ class Eagle(FeatureDrafter):
         embedded: jax.Array,
         positions: jax.Array,
         mask: jax.Array | None,
-        past: tuple[tuple[Piece, ...], ...],
+        past: Past,
         module: int = 0,
-    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, Entries]:
         config, (layer,) = self.config.layer, self.params["layers"]
         turn = rotations(config.rope, config.head_dim, positions)
         x = linear(self.params, "fc", jnp.concatenate([embedded, states], axis=-1))

@@ -21,12 +21,12 @@ from specjax.drafters.candidates import Vocabulary
 from specjax.drafters.checkpoints import eagle3 as eagle3_checkpoint
 from specjax.drafters.checkpoints.eagle3 import Eagle3Config
 from specjax.drafters.draft_vocabulary import TokenIds
-from specjax.drafters.features import FeatureDrafter, FeatureState
+from specjax.drafters.features import FeatureDrafter, FeatureState, Past
 from specjax.drafters.trained import CheckpointFormat, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
 from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries, Entry
 from specjax.models.config import ModelConfig
 from specjax.models.layers import attention, decoder_layer, linear, mlp, rms_norm
 from specjax.models.params import Params
@@ -170,9 +170,9 @@ class Eagle3(FeatureDrafter):
         embedded: jax.Array,
         positions: jax.Array,
         mask: jax.Array | None,
-        past: tuple[tuple[Piece, ...], ...],
+        past: Past,
         module: int = 0,
-    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, Entries]:
         config, eps = self.sizes, self.sizes.norm_eps
         turn = rotations(config.rope, config.head_dim, positions)
         first, *rest = self.params["layers"]

@@ -37,7 +37,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece, attend
-from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
+from specjax.models.cache import Entries, Entry, KVCache, empty_entries, place_entries
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, keys_values, linear, mlp, queries, rms_norm
@@ -313,7 +313,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         *,
         cache: KVCache | None = None,
         scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]] = (),
-    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, Entries]:
         """Run the target's last layers on the states that cross-attention returns.
 
         Without TLI the states are returned as they are.
@@ -384,7 +384,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         )
         return {"means": means, **layer_entries}
 
-    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
+    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> Entries:
         if self.config.lsa is None or self.told == "summaries":
             return super().remote_entries(target, arrays)
         (heads, dim), _ = target.config.entry_parts(0)
@@ -424,7 +424,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         following: jax.Array,
         count: jax.Array,
         cache: KVCache | None = None,
-    ) -> tuple[MixtureState, tuple[Entry, ...]]:
+    ) -> tuple[MixtureState, Entries]:
         """Append tokens without summaries, as while drafting."""
         positions = state.tokens.length[:, None] + jnp.arange(tokens.shape[1])[None]
         causal = np.tril(np.ones((1, tokens.shape[1], tokens.shape[1]), bool))
@@ -432,7 +432,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         x, token_entry = self.self_attend(
             target.embed(tokens), positions, jnp.asarray(causal), past
         )
-        entries: tuple[Entry, ...] = ()
+        entries: Entries = ()
         # Nothing is drafted here. So without TLI, whose layers store entries, the states after
         # self-attention are of no use.
         if self.config.tli:
@@ -455,8 +455,8 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         )
 
         def read(
-            tokens: jax.Array, depth: Any, visible: jax.Array, scratch: tuple[Entry, ...]
-        ) -> tuple[jax.Array, tuple[Entry, ...]]:
+            tokens: jax.Array, depth: Any, visible: jax.Array, scratch: Entries
+        ) -> tuple[jax.Array, Entries]:
             """Read tokens ``[B, F]`` of one depth.
 
             Return the states that the target's head reads, and the new KV entries.
@@ -472,9 +472,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             )
             return hidden, (token_entry, *new)
 
-        def read_frontier(
-            frontier: Frontier, scratch: tuple[Entry, ...]
-        ) -> tuple[jax.Array, tuple[Entry, ...]]:
+        def read_frontier(frontier: Frontier, scratch: Entries) -> tuple[jax.Array, Entries]:
             below_root = jnp.pad(frontier.visible, ((0, 0), (0, 0), (1, 0)), constant_values=True)
             hidden, new = read(frontier.tokens, frontier.depth, below_root, scratch)
             return target.head(hidden), place_entries(

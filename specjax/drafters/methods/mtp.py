@@ -15,14 +15,13 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax.drafters.base import DraftingReads
-from specjax.drafters.features import FeatureDrafter, FeatureState
+from specjax.drafters.features import FeatureDrafter, FeatureState, Past
 from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models import params as declarations
-from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries, Entry
 from specjax.models.checkpoint_files import CheckpointFiles, number_after
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, delta_net
@@ -387,9 +386,9 @@ class MTP(FeatureDrafter):
         embedded: jax.Array,
         positions: jax.Array,
         mask: jax.Array | None,
-        past: tuple[tuple[Piece, ...], ...],
+        past: Past,
         module: int = 0,
-    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, Entries]:
         config, params = self.sizes, self.params["modules"][module]
         parts = [
             normed(params, "hidden_norm", config, states),

@@ -6,9 +6,9 @@ from typing import Any
 from specjax.models.config import MLA, ModelConfig, MoE
 from specjax.models.families import experts
 from specjax.models.families.base import Family
-from specjax.models.fields import Field, flag, number, text, whole
+from specjax.models.fields import Field, FieldTable, flag, number, text, whole
 
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "kv_lora_rank": whole(1, 1_000_000),
     "q_lora_rank": whole(1, 1_000_000, default=None),
     "qk_nope_head_dim": whole(1, 100_000),

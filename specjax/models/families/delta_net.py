@@ -6,7 +6,7 @@ from typing import Any
 from specjax.models.config import LinearAttention, ModelConfig
 from specjax.models.families.base import Fused
 from specjax.models.families.ropes import FULL, check_turned
-from specjax.models.fields import CheckpointError, Field, flag, number, text, whole
+from specjax.models.fields import CheckpointError, Field, FieldTable, flag, number, text, whole
 
 LINEAR = "linear_attention"
 """The kind of layers that keep a state, as ``layer_types`` names it."""
@@ -14,7 +14,7 @@ LINEAR = "linear_attention"
 MODULES = "mtp."
 """The prefix of the names of MTP modules' tensors."""
 
-FIELDS: dict[str, Field] = {
+FIELDS: FieldTable = {
     "linear_conv_kernel_dim": whole(2, 1000),
     "linear_key_head_dim": whole(1, 100_000),
     "linear_value_head_dim": whole(1, 100_000),

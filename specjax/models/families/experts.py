@@ -6,9 +6,9 @@ from typing import Any
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.families.base import Fused
-from specjax.models.fields import Field, flag, whole
+from specjax.models.fields import Field, FieldTable, flag, whole
 
-FIELDS: dict[str, Field] = {
+FIELDS: FieldTable = {
     "num_experts_per_tok": whole(1, 100_000),
     "moe_intermediate_size": whole(1, 10_000_000),
 }
@@ -24,7 +24,7 @@ def format_experts(moe: MoE) -> dict[str, Any]:
     }
 
 
-DENSE_FIELDS: dict[str, Field] = {
+DENSE_FIELDS: FieldTable = {
     "decoder_sparse_step": whole(1, 10_000, default=1),
     "mlp_only_layers": Field(
         "a list of layers, counted from 0",
@@ -50,7 +50,7 @@ def dense_layers(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 # --- Qwen's experts, and one shared expert with a gate -------------------------------------------
 
-SHARED_FIELDS: dict[str, Field] = {
+SHARED_FIELDS: FieldTable = {
     **FIELDS,
     "num_experts": whole(1, 100_000),
     "norm_topk_prob": flag(default=True),

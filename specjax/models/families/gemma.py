@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError, Field, number, text
+from specjax.models.fields import CheckpointError, Field, FieldTable, number, text
 
 GELU = "gelu_pytorch_tanh"
-COMMON_FIELDS: dict[str, Field] = {
+COMMON_FIELDS: FieldTable = {
     "hidden_act": text(GELU, default=GELU),
     "hidden_activation": text(GELU, default=GELU),
     "final_logit_softcapping": number(1e-6, 1e6, default=None),
 }
 """The fields of config.json that all Gemma families have."""
 
-FIELDS: dict[str, Field] = {
+FIELDS: FieldTable = {
     **COMMON_FIELDS,
     "attn_logit_softcapping": number(1e-6, 1e6, default=None),
     "query_pre_attn_scalar": number(1e-6, 1e9, default=256),

@@ -14,10 +14,10 @@ from specjax.models.families.ropes import (
     layers_by_kind,
     parse_by_kind,
 )
-from specjax.models.fields import Field, number, whole
+from specjax.models.fields import FieldTable, number, whole
 
 _ROPES = {FULL: Rope(theta=1e6), WINDOWED: Rope(theta=1e4)}
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     **gemma.FIELDS,
     "rope_local_base_freq": number(2, 1e12, default=None),
     "sliding_window_pattern": whole(1, 10_000, default=None),

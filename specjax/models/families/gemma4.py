@@ -15,10 +15,10 @@ from specjax.models.config import Layer, ModelConfig, MoE, Rope
 from specjax.models.families import gemma
 from specjax.models.families.base import Family, Fused
 from specjax.models.families.ropes import FULL, WINDOWED, format_by_kind, parse_by_kind
-from specjax.models.fields import Field, check_fields, flag, mapping, show, whole
+from specjax.models.fields import Field, FieldTable, check_fields, flag, mapping, show, whole
 
 _ROPES = {FULL: Rope(theta=1e6, kind="proportional", turned=0.25), WINDOWED: Rope(theta=1e4)}
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     **gemma.COMMON_FIELDS,
     "use_bidirectional_attention": Field(
         "left out, or 'vision', which text does not meet",
@@ -38,7 +38,7 @@ _FIELDS: dict[str, Field] = {
     "top_k_experts": whole(1, 100_000, default=None),
     "moe_intermediate_size": whole(1, 10_000_000, default=None),
 }
-_OVERRIDES: dict[str, Field] = {
+_OVERRIDES: FieldTable = {
     "head_dim": whole(2, 100_000, default=None),
     "num_key_value_heads": whole(1, 100_000, default=None),
 }

@@ -5,9 +5,9 @@ from typing import Any
 
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.families.base import Family, Fused
-from specjax.models.fields import Field, number, whole
+from specjax.models.fields import FieldTable, number, whole
 
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "num_local_experts": whole(1, 100_000),
     "num_experts_per_tok": whole(1, 100_000),
     "swiglu_limit": number(1e-3, 1e6, default=7.0),

@@ -8,7 +8,7 @@ from typing import Any
 
 from specjax.models.config import ModelConfig
 from specjax.models.families.base import Family
-from specjax.models.fields import Field, number
+from specjax.models.fields import FieldTable, number
 
 _FACTORS = {  # Hugging Face's name -> ours
     "embedding_multiplier": "embedding_scale",
@@ -16,7 +16,7 @@ _FACTORS = {  # Hugging Face's name -> ours
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_divisor",
 }
-_FIELDS: dict[str, Field] = {name: number(1e-6, 1e6, default=1.0) for name in _FACTORS}
+_FIELDS: FieldTable = {name: number(1e-6, 1e6, default=1.0) for name in _FACTORS}
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 from specjax.models.config import ModelConfig
 from specjax.models.families.base import Family, Fused
 from specjax.models.families.ropes import check_turned, said_of_rope
-from specjax.models.fields import CheckpointError, Field, number
+from specjax.models.fields import CheckpointError, FieldTable, number
 
-_FIELDS: dict[str, Field] = {"partial_rotary_factor": number(0.01, 1, default=None)}
+_FIELDS: FieldTable = {"partial_rotary_factor": number(0.01, 1, default=None)}
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.families import experts
 from specjax.models.families.base import Family
-from specjax.models.fields import Field, flag, whole
+from specjax.models.fields import FieldTable, flag, whole
 
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     **experts.FIELDS,
     "num_experts": whole(1, 100_000),
     "norm_topk_prob": flag(default=False),

@@ -8,6 +8,7 @@ from specjax.models.config import Layer, ModelConfig, Rope
 from specjax.models.fields import (
     CheckpointError,
     Field,
+    FieldTable,
     check_fields,
     flag,
     number,
@@ -42,7 +43,7 @@ _NEEDS = {
     "yarn": ("factor",),
     "proportional": (),
 }
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "rope_type": text(*_NEEDS, default=None),
     "type": text(*_NEEDS, default=None),  # its name before transformers 4.45
     "rope_theta": number(2, 1e12, default=None),

@@ -5,9 +5,9 @@ from typing import Any
 
 from specjax.models.config import Layer, ModelConfig, Rope
 from specjax.models.families.base import Family
-from specjax.models.fields import CheckpointError, Field, whole
+from specjax.models.fields import CheckpointError, Field, FieldTable, whole
 
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "no_rope_layers": Field(
         "a list with 1 for each layer with RoPE and 0 for each other",
         lambda value: (

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics
+from specjax.training.contract import Batch, Loss
 from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod
 from specjax.training.objectives.windows import forward
 
@@ -35,7 +35,7 @@ class Distill(WholeModelMethod):
     model: ModelSizes = ModelSizes()
     best_by: ClassVar[str] = "acceptance"
 
-    def objective(self, student: Target, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Target, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics.
 
         The metric ``acceptance`` is beta = sum min(p, q), the probability that rejection sampling

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-
 from specjax.drafters.methods.eagle import Eagle
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Metrics
+from specjax.training.contract import Batch, Loss
 from specjax.training.objectives.feature_loss import EagleMethod, feature_loss
 
 
@@ -42,7 +40,7 @@ class Eagle1Training(EagleMethod):
     noise: float = 0.2
     remat: bool = False
 
-    def objective(self, student: Eagle, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Eagle, batch: Batch, target: Target) -> Loss:
         return feature_loss(
             student,
             batch,

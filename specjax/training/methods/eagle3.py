@@ -9,7 +9,7 @@ from specjax.config import ConfigError
 from specjax.drafters.methods.eagle3 import Eagle3
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs
+from specjax.training.contract import Batch, Loss, StudentInputs
 from specjax.training.objectives.acceptance import AcceptanceLoss, check_loss
 from specjax.training.objectives.ahead import decayed
 from specjax.training.objectives.draft_vocabulary import draft_labels, most_frequent, token_loss
@@ -100,7 +100,7 @@ class Eagle3Training(FeatureMethod):
             num_layers=self.layers,
         )
 
-    def objective(self, student: Eagle3, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Eagle3, batch: Batch, target: Target) -> Loss:
         """Return the loss, and the metrics.
 
         Positions at which the target's likeliest token cannot be drafted do not count.

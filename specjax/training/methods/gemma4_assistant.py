@@ -18,11 +18,11 @@ from specjax.config import ConfigError
 from specjax.drafters.methods.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from specjax.drafters.trained import open_drafter
 from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.primitives import linear
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, decayed, simulate
 from specjax.training.objectives.windows import document_mask, score
 
@@ -107,9 +107,7 @@ class Gemma4AssistantTraining(TrainingMethod):
             )
         return Gemma4Assistant.checkpoint_format.read_config(open_drafter(inputs.init_from))
 
-    def objective(
-        self, student: Gemma4Assistant, batch: Batch, target: Target
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Gemma4Assistant, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics."""
         output, entries = score(target, batch)
         target_clusters = (
@@ -153,7 +151,7 @@ def draft_along(
     batch: Batch,
     target: Target,
     output: Output,
-    entries: tuple[Entry, ...],
+    entries: Entries,
     steps: int,
     *,
     remat: bool = False,

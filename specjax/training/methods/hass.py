@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-
 from specjax.config import ConfigError
 from specjax.drafters.methods.eagle import Eagle
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Metrics
+from specjax.training.contract import Batch, Loss
 from specjax.training.objectives.feature_loss import EagleMethod, feature_loss
 
 
@@ -55,7 +53,7 @@ class HassTraining(EagleMethod):
                 f"method.steps={self.steps}, method.top_k={self.top_k}: must be at least 1"
             )
 
-    def objective(self, student: Eagle, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Eagle, batch: Batch, target: Target) -> Loss:
         return feature_loss(
             student,
             batch,

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics
+from specjax.training.contract import Batch, Loss
 from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod
 from specjax.training.objectives.windows import forward
 
@@ -31,9 +30,7 @@ class Lm(WholeModelMethod):
     model: ModelSizes = ModelSizes()
     needs_target: ClassVar[bool] = False
 
-    def objective(
-        self, student: Target, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Target, batch: Batch, target: Target | None) -> Loss:
         """Return the loss in nats, and the metrics.
 
         The end of a document is predicted like any other token.

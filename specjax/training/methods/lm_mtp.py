@@ -16,7 +16,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs
 from specjax.training.objectives.module_loss import module_loss
 from specjax.training.objectives.unrolling import simulate_unrolled
 from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod
@@ -113,9 +113,7 @@ class LmMTP(WholeModelMethod):
             model, MTP.init(model, jax.random.fold_in(key, 1), modules=self.modules)
         )
 
-    def objective(
-        self, student: ModelWithMTP, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> Loss:
         """Return the loss in nats, and the metrics."""
         output = forward(student.model, batch)
         lm_loss = _lm_loss(output, batch)

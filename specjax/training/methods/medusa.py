@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax.config import ConfigError
 from specjax.drafters.methods.medusa import Medusa
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, prediction_loss, simulate
 from specjax.training.objectives.windows import forward
 
@@ -55,7 +55,7 @@ class MedusaTraining(TrainingMethod):
     def init(self, key: jax.Array, inputs: StudentInputs) -> Medusa:
         return Medusa.init(inputs.frozen_target, key, heads=self.heads, blocks=self.blocks)
 
-    def objective(self, student: Medusa, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Medusa, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics."""
         output = forward(target, batch)
         total, metrics = jnp.zeros(()), {}

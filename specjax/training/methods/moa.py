@@ -17,11 +17,11 @@ from jaxtyping import Array, Bool, Int
 
 from specjax.config import ConfigError
 from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.windows import document_mask, first_tokens, score
@@ -94,9 +94,7 @@ class MoATraining(TrainingMethod):
             inputs.frozen_target, key, tli=self.tli, lsa=self.lsa, **sizes
         )
 
-    def objective(
-        self, student: MixtureOfAttentions, batch: Batch, target: Target
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: MixtureOfAttentions, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics.
 
         With target layer inference, the states that enter the target's last layers are compared as
@@ -176,7 +174,7 @@ def draft_blocks(
     batch: Batch,
     target: Target,
     output: Output,
-    entries: tuple[Entry, ...],
+    entries: Entries,
     starts: jax.Array,
     staircase: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
@@ -214,7 +212,7 @@ def draft_everywhere(
     batch: Batch,
     target: Target,
     output: Output,
-    entries: tuple[Entry, ...],
+    entries: Entries,
     steps: int,
 ) -> Iterator[jax.Array]:
     """Yield the states ``[B, T, H]`` of each step, which the target's head reads.
@@ -231,7 +229,7 @@ def draft_everywhere(
         target.embed(batch["tokens"][:, :-1]), index, document_mask(segments)
     )
     first, last = student.tli_layers(target)
-    scratch: list[tuple[tuple[Entry, ...], jax.Array | None]] = [(entries[first:last], verified)]
+    scratch: list[tuple[Entries, jax.Array | None]] = [(entries[first:last], verified)]
     alone = jnp.eye(count, dtype=bool)[None]
     for step in range(steps):
         positions = index + step

@@ -10,7 +10,7 @@ from specjax.drafters.methods.mtp import MTP
 from specjax.drafters.trained import open_drafter
 from specjax.errors import InputError
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Metrics, StudentInputs
+from specjax.training.contract import Batch, Loss, StudentInputs
 from specjax.training.objectives.ahead import Labels
 from specjax.training.objectives.module_loss import module_loss
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes
@@ -79,7 +79,7 @@ class MTPTraining(FeatureMethod):
             student, config=replace(student.config, experts_joined=earlier.experts_joined)
         )
 
-    def objective(self, student: MTP, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: MTP, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics."""
         output = forward(target, batch)
         loss, metrics = module_loss(

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
+from specjax.drafters.features import Past
 from specjax.drafters.methods.peagle import PEagle
-from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.acceptance import AcceptanceLoss, check_loss
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, counted, simulate
 from specjax.training.objectives.draft_vocabulary import draft_labels, most_frequent, token_loss
@@ -141,7 +141,7 @@ class PEagleTraining(TrainingMethod):
         shares = [max(self.kept**depth, self.kept_at_least) for depth in range(self.depths)]
         return tuple(max(int(window * share), 1) for share in shares)
 
-    def objective(self, student: PEagle, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: PEagle, batch: Batch, target: Target) -> Loss:
         """Return the loss, and the metrics.
 
         The divisor is the number of all places of all depths, counted or not, which is the same in
@@ -278,10 +278,10 @@ def read_depths(
     yield states
     mask = _take(mask, places)
     # The entries of depths 1 and beyond, by layer.
-    between: list[tuple[Entry, ...]] = [() for _ in text]
+    between: list[Entries] = [() for _ in text]
     for depth, size in enumerate(sizes, 1):
         between = jax.tree.map(lambda part, size=size: part[:, :, :size], between)
-        past: tuple[tuple[Piece, ...], ...] = tuple(
+        past: Past = tuple(
             ((entry, mask[:, :size]), *((placeholder, None) for placeholder in placeholders))
             for entry, placeholders in zip(text, between, strict=True)
         )

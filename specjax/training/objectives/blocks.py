@@ -20,11 +20,11 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.config import ConfigError
 from specjax.drafters.methods.dflash import DFlash
 from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.acceptance import (
     AcceptanceLoss,
     acceptance_loss_by_depth,
@@ -122,7 +122,7 @@ class BlockMethod(TrainingMethod):
         """Return the terms of the loss by name, ``[B, A, D]`` each. Their sum is minimized."""
         raise NotImplementedError
 
-    def objective(self, student: Any, batch: Batch, target: Target) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Any, batch: Batch, target: Target) -> Loss:
         """Return the sum of the terms, divided by the number of all predictions, counted or not."""
         output, _ = score(target, batch, student.taps(target.config))
         depth = student.config.depth
@@ -331,7 +331,7 @@ def read_blocks(
 
 
 def _read(
-    student: DFlash, target: Target, batch: Batch, context: tuple[Entry, ...], places: jax.Array
+    student: DFlash, target: Target, batch: Batch, context: Entries, places: jax.Array
 ) -> jax.Array:
     config = student.config
     size, (rows, blocks) = config.block_size, places.shape

@@ -8,7 +8,7 @@ from specjax.drafters.methods.eagle_layer_attention import EagleWithLayerAttenti
 from specjax.models.transformer import Target
 from specjax.sampling import likeliest
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs
+from specjax.training.contract import Batch, Loss, StudentInputs
 from specjax.training.objectives.ahead import counted, expected
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes, unroll
 from specjax.training.objectives.windows import score
@@ -43,7 +43,7 @@ def feature_loss(
     top_k_weight: float = 0.0,
     noise: float = 0.0,
     remat: bool = False,
-) -> tuple[jax.Array, Metrics]:
+) -> Loss:
     """Return the mean over the steps of SmoothL1 of the feature plus cross entropies of the token.
 
     Args:
