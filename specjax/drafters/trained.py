@@ -28,7 +28,7 @@ from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
-from specjax.models.fields import CheckpointError
+from specjax.models.fields import CheckpointError, Fields, JsonObject
 from specjax.models.params import Params
 from specjax.models.quantization import is_quantized, saved, schemes
 from specjax.models.transformer import States, Target, default_dtype
@@ -96,11 +96,11 @@ class CheckpointFormat:
 
     title: str
     layouts: tuple[str, ...]
-    recognises: Callable[[Mapping[str, Any], Collection[str]], bool]
+    recognises: Callable[[Fields, Collection[str]], bool]
     read_config: Callable[..., Any]
     declare: Callable[[Any, str], Params]
     axis_units: Callable[[Any], Mapping[str, int]]
-    format_config: Callable[[Any, str, str, str], dict[str, Any]]
+    format_config: Callable[[Any, str, str, str], JsonObject]
     layout_of: Callable[[CheckpointFiles], str] | None = None
     left_over: Callable[[Any, CheckpointFiles], Collection[str]] = lambda config, stored: LEFT_OVER
     reduced_vocabulary: Callable[[Any], DraftVocabulary | None] = lambda config: None

@@ -11,7 +11,6 @@ The layouts number the target's layers in two ways. Here a tap is the index of a
 is read, as in speculators. The other layouts name the layer before it, whose *output* that is.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -25,7 +24,9 @@ from specjax.models.config import ModelConfig
 from specjax.models.fields import (
     CheckpointError,
     Field,
+    Fields,
     FieldTable,
+    JsonObject,
     check_fields,
     flag,
     mapping,
@@ -41,7 +42,7 @@ Kind = Literal["dflash", "dspark", "dflash2"]
 # --- reading --------------------------------------------------------------------------------------
 
 
-def layout_of(raw: Mapping[str, Any]) -> str | None:
+def layout_of(raw: Fields) -> str | None:
     """Return the layout of a config.json; None if it belongs to no such drafter."""
     if raw.get("speculators_model_type") in get_args(Kind):
         return "speculators"
@@ -52,7 +53,7 @@ def layout_of(raw: Mapping[str, Any]) -> str | None:
     return "deepspec" if "Qwen3DSparkModel" in architectures else None
 
 
-def kind_of(raw: Mapping[str, Any]) -> Kind | None:
+def kind_of(raw: Fields) -> Kind | None:
     """Return the kind of drafter that a config.json describes; None if it is none of these.
 
     DeepSpec writes its DFlash drafters as DSpark drafters without heads.
@@ -206,7 +207,7 @@ def read_config(stored: CheckpointFiles) -> DFlashConfig:
     return config
 
 
-def _read_qwen3(fields: dict[str, Any], stored: CheckpointFiles, layout: str) -> dict[str, Any]:
+def _read_qwen3(fields: Fields, stored: CheckpointFiles, layout: str) -> dict[str, Any]:
     """Return the configuration's fields for the layouts of z-lab and DeepSpec."""
     layer = config_json.parse_drafter_config(dict(stored.raw), stored.file)
     layout_fields = (
@@ -220,9 +221,7 @@ def _read_qwen3(fields: dict[str, Any], stored: CheckpointFiles, layout: str) ->
     }
 
 
-def _read_zlab(
-    fields: dict[str, Any], layer: ModelConfig, stored: CheckpointFiles
-) -> dict[str, Any]:
+def _read_zlab(fields: Fields, layer: ModelConfig, stored: CheckpointFiles) -> dict[str, Any]:
     is_dflash2 = kind_of(stored.raw) == "dflash2"
     nested = check_fields(
         fields["dflash_config"],
@@ -280,7 +279,7 @@ def _read_factors(stored: CheckpointFiles) -> dict[str, float | None]:
     }
 
 
-def _read_deepspec(fields: dict[str, Any], stored: CheckpointFiles) -> dict[str, Any]:
+def _read_deepspec(fields: Fields, stored: CheckpointFiles) -> dict[str, Any]:
     if fields["target_layer_ids"] is None:
         raise CheckpointError(
             f"{stored.file}: target_layer_ids is missing: give the target's layers that are read"
@@ -298,7 +297,7 @@ def _taps(outputs: list[int]) -> tuple[int, ...]:
     return tuple(number + 1 for number in outputs)
 
 
-def _read_speculators(fields: dict[str, Any], stored: CheckpointFiles) -> dict[str, Any]:
+def _read_speculators(fields: Fields, stored: CheckpointFiles) -> dict[str, Any]:
     layer_fields = fields["transformer_layer_config"]
     raw = _with_windows({**_QWEN3, "model_type": "qwen3", **layer_fields})
     layer = config_json.parse_drafter_config(raw, f"{stored.file}: transformer_layer_config")
@@ -349,7 +348,7 @@ def _speculators_fields(kind: Kind | None) -> FieldTable:
     return fields
 
 
-def _with_windows(raw: dict[str, Any]) -> dict[str, Any]:
+def _with_windows(raw: JsonObject) -> JsonObject:
     """Return ``raw`` with the windows that ``layer_types`` names, as speculators reads it.
 
     All other fields about windows are ignored. A window that is longer than any text still makes
@@ -365,7 +364,7 @@ def _with_windows(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"use_sliding_window": True, "sliding_window": window}
 
 
-def _read_heads(fields: dict[str, Any]) -> dict[str, Any]:
+def _read_heads(fields: Fields) -> dict[str, Any]:
     return {
         "markov_rank": fields["markov_rank"],
         "markov": fields["markov_head_type"],
@@ -385,7 +384,7 @@ def _check_hidden(size: int | None, layer: ModelConfig, stored: CheckpointFiles)
         )
 
 
-def _check_parts(config_fields: Mapping[str, Any], stored: CheckpointFiles) -> None:
+def _check_parts(config_fields: Fields, stored: CheckpointFiles) -> None:
     """Raise a CheckpointError if config.json and the tensors disagree about a part of the drafter.
 
     Without this check the part would be ignored silently.
@@ -449,7 +448,7 @@ def _read_dspark(stored: CheckpointFiles) -> DFlashConfig:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json in ``layout``.
 
     The arguments are those of `TrainedDrafter.save_pretrained`.
@@ -466,7 +465,7 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
             f"layout={layout!r}: it cannot express {', '.join(unsupported)}: write it as"
             " 'speculators'"
         )
-    nested: dict[str, Any] = {
+    nested: JsonObject = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [tap - 1 for tap in config.taps],
     }
@@ -517,7 +516,7 @@ def _unsaid(config: DFlashConfig, layout: str) -> dict[str, bool]:
     }
 
 
-def _heads_of(config: DFlashConfig) -> dict[str, Any]:
+def _heads_of(config: DFlashConfig) -> JsonObject:
     return {
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov,
@@ -530,7 +529,7 @@ def _dflash2_of(config: DFlashConfig) -> dict[str, int]:
     return {name: getattr(config, name) for name in _OF_DFLASH2}
 
 
-def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> dict[str, Any]:
+def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> JsonObject:
     if config.causal or (config.layer.windowed_layers and not config.window_of_block):
         if config.causal:
             what = "a block that is causal in every layer"

@@ -9,7 +9,7 @@ writes config.json in the first layout and names in the second. NVIDIA's drafter
 have no ``lm_head``, or no ``fc``: the latter read the target's last hidden state.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,9 @@ from specjax.models.config import ModelConfig
 from specjax.models.fields import (
     CheckpointError,
     Field,
+    Fields,
     FieldTable,
+    JsonObject,
     check_fields,
     flag,
     mapping,
@@ -167,7 +169,7 @@ def declare(config: Eagle3Config, layout: str) -> Params:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is an EAGLE-3 drafter's; see `CheckpointFormat`."""
     architectures = raw.get("architectures")
     by_name = isinstance(architectures, list) and any(
@@ -237,7 +239,7 @@ _LAYER_DEFAULTS: dict[
 }
 
 
-def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> Eagle3Config:
+def read_config(stored: CheckpointFiles, raw: JsonObject | None = None) -> Eagle3Config:
     """Return the configuration of a checkpoint in either layout.
 
     Args:
@@ -311,9 +313,7 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
 _NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 
 
-def _read_taps(
-    fields: Mapping[str, Any], nested: Mapping[str, Any], source: str
-) -> tuple[int, ...] | None:
+def _read_taps(fields: Fields, nested: Fields, source: str) -> tuple[int, ...] | None:
     """Return the layers whose input is read.
 
     ``eagle_config`` names the layers whose output is read.
@@ -335,7 +335,7 @@ def left_over(config: Eagle3Config, stored: CheckpointFiles) -> Collection[str]:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json in ``layout``.
 
     ``target`` is the target's directory or hub id. speculators and vLLM read it to find the target.
@@ -349,7 +349,7 @@ def _flags(config: Eagle3Config) -> dict[str, bool]:
     return {name: getattr(config, name) for name in _FLAGS}
 
 
-def format_eagle3(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+def format_eagle3(config: Eagle3Config, dtype: str) -> JsonObject:
     """Return the fields of config.json in the layout ``eagle3``."""
     content = config_json.format_config(config.layer, dtype) | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -367,7 +367,7 @@ def format_eagle3(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     return content
 
 
-def format_speculators(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
+def format_speculators(config: Eagle3Config, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json in the layout ``speculators``."""
     if not (config.own_head and config.tap_count):
         raise InputError(

@@ -9,7 +9,7 @@ vocabulary.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,9 @@ from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import (
     CheckpointError,
+    Fields,
     FieldTable,
+    JsonObject,
     check_fields,
     flag,
     mapping,
@@ -116,7 +118,7 @@ def declare(config: MoAConfig, layout: str) -> Params:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is a Mixture of Attentions; see `CheckpointFormat`."""
     architectures = raw.get("architectures")
     by_name = isinstance(architectures, list) and any(
@@ -289,7 +291,7 @@ def _read_vllm(stored: CheckpointFiles, tli: int) -> MoAConfig:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json in ``layout``.
 
     ``target`` is the target's directory or hub id. The layout ``authors`` needs it if the target's
@@ -317,8 +319,8 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
     )
 
 
-def _format_own(config: MoAConfig, dtype: str) -> dict[str, Any]:
-    content: dict[str, Any] = {
+def _format_own(config: MoAConfig, dtype: str) -> JsonObject:
+    content: JsonObject = {
         "target_layer_inference": config.tli,
         "target_num_hidden_layers": config.target_layers,
         "cross_attention": dict(zip(_SIZES, _sizes(config.cross_layer), strict=True)),
@@ -334,7 +336,7 @@ def _sizes(block: ModelConfig) -> tuple[int, int]:
     return block.num_kv_heads, block.intermediate_size
 
 
-def _format_authors(config: MoAConfig, dtype: str, name: str) -> dict[str, Any]:
+def _format_authors(config: MoAConfig, dtype: str, name: str) -> JsonObject:
     target, layer = config.target, config.self_layer
     if name:
         target = config_json.read_config(hub.open_checkpoint(name, weights=False))
@@ -382,7 +384,7 @@ _NOT_IN_VLLM = (
 )
 
 
-def _format_vllm(config: MoAConfig, dtype: str) -> dict[str, Any]:
+def _format_vllm(config: MoAConfig, dtype: str) -> JsonObject:
     content = config_json.format_config(config.self_layer, dtype)
     content = {name: value for name, value in content.items() if name not in _NOT_IN_VLLM}
     content |= {

@@ -5,7 +5,7 @@ EAGLE-2 (arXiv 2406.16858) is the same drafter with a dynamic tree. HASS (Zhang 
 class.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -22,7 +22,7 @@ from specjax.models import params as declarations
 from specjax.models.cache import Entries, Entry
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError
+from specjax.models.fields import CheckpointError, Fields, JsonObject
 from specjax.models.layers import attention, linear, mlp, rms_norm
 from specjax.models.params import Param, Params, matrix
 from specjax.models.rope import rotations
@@ -46,7 +46,7 @@ class EagleConfig:
     own_embedding: bool = False
 
 
-def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is an EAGLE drafter; see `CheckpointFormat`.
 
     Its config.json describes a Llama model of one layer. It has the field ``bias``, or its tensors
@@ -92,7 +92,7 @@ def declare(config: EagleConfig, layout: str) -> Params:
     return tree
 
 
-def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json."""
     layer = drafter.config.layer
     return config_json.format_config(layer, dtype) | {

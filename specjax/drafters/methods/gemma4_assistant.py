@@ -29,7 +29,7 @@ from specjax.models.cache import Entry, KVCache, PagedCache
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import Layer, ModelConfig
 from specjax.models.families import FAMILIES
-from specjax.models.fields import check_fields, flag, mapping, whole
+from specjax.models.fields import JsonObject, check_fields, flag, mapping, whole
 from specjax.models.layers import decoder_layer, normed
 from specjax.models.params import Param, Params, matrix
 from specjax.models.primitives import embedding_logits, linear
@@ -149,7 +149,7 @@ def _left_over(config: AssistantConfig, stored: CheckpointFiles) -> Collection[s
     return (*LEFT_OVER, *copy, *unused)
 
 
-def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     config, model = drafter.config, drafter.config.model
     text = config_json.format_config(model, dtype) | {"num_kv_shared_layers": model.num_layers}
     raw = {

@@ -5,7 +5,7 @@ Each head predicts a token one position further ahead than the head before.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from specjax.drafts.shapes import DraftShape, StaticTree
 from specjax.errors import InputError
 from specjax.models.cache import Entry
 from specjax.models.checkpoint_files import CheckpointFiles
-from specjax.models.fields import CheckpointError, check_fields, whole
+from specjax.models.fields import CheckpointError, JsonObject, check_fields, whole
 from specjax.models.params import Param, Params, matrix
 from specjax.models.primitives import linear, vocabulary_logits
 from specjax.models.transformer import Target
@@ -96,7 +96,7 @@ def declare(config: MedusaConfig, layout: str) -> Params:
     return {"heads": [declare_head(head) for head in range(config.heads)]}
 
 
-def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     return {"medusa_num_heads": drafter.config.heads, "medusa_num_layers": drafter.config.blocks}
 
 

@@ -5,7 +5,7 @@ it have the modules in their own checkpoints. `MTP` reads those of MiMo, of Deep
 Qwen3.5 and Qwen3-Next, and what `specjax train` writes for targets without modules.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -26,7 +26,7 @@ from specjax.models.checkpoint_files import CheckpointFiles, number_after
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, delta_net
 from specjax.models.families.qwen2 import MIMO_MODULES
-from specjax.models.fields import CheckpointError, check_fields, whole
+from specjax.models.fields import CheckpointError, Fields, JsonObject, check_fields, whole
 from specjax.models.layers import decoder_layer, linear, normed, rms_norm
 from specjax.models.params import Params, matrix, norm
 from specjax.models.rope import rotations
@@ -175,7 +175,7 @@ def _check_counts(stored: CheckpointFiles, config: MTPConfig) -> None:
         )
 
 
-def _fields_of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fields_of_text(raw: Fields) -> Fields:
     """Return the fields of the text model in a config.json, which a multimodal model nests."""
     inner = raw.get("text_config")
     return inner if isinstance(inner, dict) else raw
@@ -206,7 +206,7 @@ def _left_over(config: MTPConfig, stored: CheckpointFiles) -> Collection[str]:
     return [name for name in stored.shapes if is_foreign(name)]
 
 
-def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint has modules; see `CheckpointFormat`.
 
     Its config.json states their number, and ``tensors`` has theirs unless it is empty. Qwen's
@@ -275,7 +275,7 @@ def declare(config: MTPConfig, layout: str) -> Params:
     return family.store(declared, names=joined)
 
 
-def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     config: MTPConfig = drafter.config
     layers = config.first_layer if config.layout == "deepseek" else 1
     content = config_json.format_config(replace(config.layer, num_layers=layers), dtype)

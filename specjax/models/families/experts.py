@@ -1,12 +1,9 @@
 """The common parts of families with experts."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.families.base import Fused
-from specjax.models.fields import Field, FieldTable, flag, whole
+from specjax.models.fields import Field, Fields, FieldTable, JsonObject, flag, whole
 
 FIELDS: FieldTable = {
     "num_experts_per_tok": whole(1, 100_000),
@@ -15,7 +12,7 @@ FIELDS: FieldTable = {
 """The fields of config.json that all families with experts have."""
 
 
-def format_experts(moe: MoE) -> dict[str, Any]:
+def format_experts(moe: MoE) -> JsonObject:
     """Return the fields of config.json that all families with experts write."""
     return {
         "num_experts_per_tok": moe.experts_per_token,
@@ -38,7 +35,7 @@ DENSE_FIELDS: FieldTable = {
 """The fields that say which layers are dense, in families where some may be."""
 
 
-def dense_layers(fields: Mapping[str, Any]) -> tuple[int, ...]:
+def dense_layers(fields: Fields) -> tuple[int, ...]:
     """Return the layers without experts, from `DENSE_FIELDS`."""
     dense, step = fields["mlp_only_layers"] or (), fields["decoder_sparse_step"]
     return tuple(
@@ -68,7 +65,7 @@ FUSED = (
 """Tensors of all experts, which some files have; other files have a tensor for each expert."""
 
 
-def parse_shared(fields: Mapping[str, Any], dense_layers: tuple[int, ...] = ()) -> MoE:
+def parse_shared(fields: Fields, dense_layers: tuple[int, ...] = ()) -> MoE:
     """Return the experts that `SHARED_FIELDS` describe."""
     size, shared = fields["moe_intermediate_size"], fields["shared_expert_intermediate_size"]
     if shared % size:
@@ -87,7 +84,7 @@ def parse_shared(fields: Mapping[str, Any], dense_layers: tuple[int, ...] = ()) 
     )
 
 
-def format_shared(config: ModelConfig) -> dict[str, Any]:
+def format_shared(config: ModelConfig) -> JsonObject:
     """Return the fields of config.json that `parse_shared` reads."""
     if (moe := config.moe) is None:
         return {}
