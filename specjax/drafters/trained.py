@@ -50,6 +50,12 @@ def open_drafter(path: str | Path | CheckpointFiles) -> CheckpointFiles:
     return files
 
 
+def architectures_of(raw: Fields) -> list[str]:
+    """Return the architectures that a config.json names."""
+    names = raw.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
 LEFT_OVER = ("*rotary_emb.inv_freq",)
 """Patterns of the tensors that any checkpoint may have and that are ignored."""
 

@@ -14,9 +14,10 @@ is read, as in speculators. The other layouts name the layer before it, whose *o
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+from specjax.drafters.checkpoints import speculators
 from specjax.drafters.checkpoints.dflash_config import DFlashConfig, Markov, declare, default_taps
 from specjax.drafters.draft_vocabulary import DraftVocabulary
-from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, TrainedDrafter
+from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, TrainedDrafter, architectures_of
 from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models.checkpoint_files import CheckpointFiles
@@ -46,8 +47,7 @@ def layout_of(raw: Fields) -> str | None:
     """Return the layout of a config.json; None if it belongs to no such drafter."""
     if raw.get("speculators_model_type") in get_args(Kind):
         return "speculators"
-    architectures = raw.get("architectures")
-    architectures = architectures if isinstance(architectures, list) else []
+    architectures = architectures_of(raw)
     if "DFlashDraftModel" in architectures or "DFlash2DraftModel" in architectures:
         return "dflash"
     return "deepspec" if "Qwen3DSparkModel" in architectures else None
@@ -66,17 +66,6 @@ def kind_of(raw: Fields) -> Kind | None:
     if layout == "dflash":
         return "dflash2" if "DFlash2DraftModel" in raw["architectures"] else "dflash"
     return None
-
-
-def _layer_numbers(lowest: int) -> Field:
-    def accepts(value: Any) -> bool:
-        return (
-            type(value) is list
-            and 0 < len(value) <= 64
-            and all(type(i) is int and lowest <= i < 10_000 for i in value)
-        )
-
-    return Field("a list of at most 64 layer numbers", accepts, None)
 
 
 _HEADS: FieldTable = {
@@ -108,21 +97,21 @@ _FIELDS: dict[str, FieldTable] = {
         "block_size": whole(1, 4096, default=8),
         "draft_vocab_size": whole(1, 10_000_000, default=32_000),
         "target_hidden_size": whole(1, 1_000_000, default=None),
-        "aux_hidden_state_layer_ids": _layer_numbers(0),
+        "aux_hidden_state_layer_ids": speculators.layer_numbers(0),
         "mask_token_id": whole(0, 10_000_000),
         "transformer_layer_config": mapping(),
     },
     "deepspec": {
         "block_size": whole(1, 4096),
         "mask_token_id": whole(0, 10_000_000),
-        "target_layer_ids": _layer_numbers(-1),
+        "target_layer_ids": speculators.layer_numbers(-1),
         "num_target_layers": whole(1, 10_000, default=None),
         **_HEADS,
     },
 }
 _NESTED: FieldTable = {  # the fields in dflash_config
     "mask_token_id": whole(0, 10_000_000),
-    "target_layer_ids": _layer_numbers(-1),
+    "target_layer_ids": speculators.layer_numbers(-1),
     "block_size": whole(1, 4096, default=None),  # newer files have it here
     "causal_head": flag(default=None),
     "causal": flag(default=None),
@@ -146,16 +135,6 @@ _NO_FACTORS: FieldTable = {  # for layouts whose own code does not read these fi
 
 def _is_cap(value: float) -> bool:
     return value == 0 or 1e-6 <= value <= 1e6  # in z-lab's code 0 means no bound
-
-
-_QWEN3 = {  # speculators omits values that equal transformers' defaults
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-}
 
 
 def read_config(stored: CheckpointFiles) -> DFlashConfig:
@@ -299,7 +278,9 @@ def _taps(outputs: list[int]) -> tuple[int, ...]:
 
 def _read_speculators(fields: Fields, stored: CheckpointFiles) -> dict[str, Any]:
     layer_fields = fields["transformer_layer_config"]
-    raw = _with_windows({**_QWEN3, "model_type": "qwen3", **layer_fields})
+    raw = _with_windows(
+        {**speculators.LAYER_DEFAULTS["qwen3"], "model_type": "qwen3", **layer_fields}
+    )
     layer = config_json.parse_drafter_config(raw, f"{stored.file}: transformer_layer_config")
     kind = kind_of(stored.raw)
     _check_hidden(fields["target_hidden_size"], layer, stored)
@@ -490,7 +471,7 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
             | size
             | {
                 "architectures": ["DFlash2DraftModel"],
-                "dflash_config": size | nested | _dflash2_of(config),
+                "dflash_config": size | nested | config.of_dflash2,
             }
         )
     return raw | size | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
@@ -525,10 +506,6 @@ def _heads_of(config: DFlashConfig) -> JsonObject:
     }
 
 
-def _dflash2_of(config: DFlashConfig) -> dict[str, int]:
-    return {name: getattr(config, name) for name in _OF_DFLASH2}
-
-
 def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> JsonObject:
     if config.causal or (config.layer.windowed_layers and not config.window_of_block):
         if config.causal:
@@ -558,16 +535,8 @@ def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> JsonOb
         "sample_from_anchor": config.from_anchor,
         "sliding_window_non_causal": not config.causal_in_window,
         **(_heads_of(config) if config.has_heads else {}),
-        **(_dflash2_of(config) if config.has_selector else {}),
-        "transformer_layer_config": config_json.format_config(config.layer, dtype),
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.depth}],
-            "verifier": {"name_or_path": target or None, "architectures": []},
-        },
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        **(config.of_dflash2 if config.has_selector else {}),
+        **speculators.format_common(config.layer, kind, config.depth, dtype, target),
     }
 
 
@@ -581,11 +550,7 @@ DFLASH = CheckpointFormat(
     declare=declare,
     axis_units=lambda config: config.layer.axis_units | {"draft_vocab": config.draft_vocab_size},
     format_config=format_config,
-    left_over=lambda config, stored: (
-        *LEFT_OVER,
-        "verifier_norm.weight",
-        "verifier_lm_head.weight",
-    ),
+    left_over=lambda config, stored: LEFT_OVER + speculators.LEFT_OVER,
     reduced_vocabulary=DraftVocabulary.of,
 )
 DFLASH2: CheckpointFormat = replace(

@@ -15,7 +15,7 @@ from typing import Any
 
 from specjax.drafters import layer_attention
 from specjax.drafters.layer_attention import LayerAttention, block_like
-from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, architectures_of, layer_like
 from specjax.errors import InputError
 from specjax.models import config_json, hub
 from specjax.models import params as declarations
@@ -120,10 +120,7 @@ def declare(config: MoAConfig, layout: str) -> Params:
 
 def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is a Mixture of Attentions; see `CheckpointFormat`."""
-    architectures = raw.get("architectures")
-    by_name = isinstance(architectures, list) and any(
-        str(name).startswith("MOASpec") for name in architectures
-    )
+    by_name = any(name.startswith("MOASpec") for name in architectures_of(raw))
     return "moa_config" in raw or raw.get("model_type") == "moa_spec" or by_name
 
 

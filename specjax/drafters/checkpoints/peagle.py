@@ -14,7 +14,7 @@ from typing import Any
 
 from specjax.drafters.checkpoints import eagle3 as eagle3_checkpoint
 from specjax.drafters.checkpoints.eagle3 import Eagle3Config
-from specjax.drafters.trained import CheckpointFormat, TrainedDrafter
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, architectures_of
 from specjax.errors import InputError
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import (
@@ -89,10 +89,7 @@ def declare_mask_hidden(config: PEagleConfig) -> Params:
 
 def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is a P-EAGLE drafter's; see `CheckpointFormat`."""
-    architectures = raw.get("architectures")
-    by_name = isinstance(architectures, list) and any(
-        "peagle" in str(name).lower() for name in architectures
-    )
+    by_name = any("peagle" in name.lower() for name in architectures_of(raw))
     return by_name or raw.get("speculators_model_type") == "peagle" or "mask_hidden" in tensors
 
 
