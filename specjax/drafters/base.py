@@ -1,7 +1,7 @@
 """The contract of a drafter, `Drafter`, and the data that its hooks receive."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -598,6 +598,18 @@ def check_mesh(mesh: Mesh | None, target: Target) -> None:
         raise InputError(
             f"drafter is on mesh={mesh} and target on {target.mesh}: load both with the same mesh"
         )
+
+
+def zeros_of(run: Callable[..., Any], *arguments: jax.Array) -> Any:
+    """Return zeros in the shape of the result of ``run``."""
+    return jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, *arguments)
+    )
+
+
+def tokens_at(tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the tokens at ``positions [B, n]`` of ``tokens [B, P]``; arbitrary ones beyond P."""
+    return jnp.take_along_axis(tokens, jnp.clip(positions, 0, tokens.shape[1] - 1), axis=1)
 
 
 def append_tokens(

@@ -4,7 +4,6 @@ If its tokenizer differs from the target's, it drafts the tokens that both have 
 arXiv 2502.05202).
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import config_json, hub
-from specjax.models.cache import Cache, Entries, Entry, gather_entries
+from specjax.models.cache import Cache, Entries, gather_entries
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
@@ -321,9 +320,7 @@ class DraftModel(Drafter[DraftModelState]):
             behind=behind,
         )
 
-    def drafting_reads(
-        self, target: Target, state: DraftModelState | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level: the draft model's weights and its cache."""
         return DraftingReads(level=(self.model.weights_of_pass, state))
 

@@ -5,7 +5,7 @@ EAGLE-2 (arXiv 2406.16858) is the same drafter with a dynamic tree. HASS (Zhang 
 class.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -19,14 +19,14 @@ from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_lik
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.models import config_json
 from specjax.models import params as declarations
-from specjax.models.cache import Entries, Entry
+from specjax.models.cache import Entries
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Fields, JsonObject
 from specjax.models.layers import attention, linear, mlp, rms_norm
 from specjax.models.params import Param, Params, matrix
 from specjax.models.rope import rotations
-from specjax.models.transformer import States, Target
+from specjax.models.transformer import Target
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,6 @@ class Eagle(FeatureDrafter):
             mesh=target.mesh,
         )
 
-    @property
-    def sizes(self) -> ModelConfig:
-        return self.config.layer
-
-    def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
-        return output.hidden
-
     def run(
         self,
         states: jax.Array,
@@ -184,6 +177,3 @@ class Eagle(FeatureDrafter):
         x = x + attended
         normed = rms_norm(x, layer["post_norm"], config.norm_eps)
         return x + mlp(layer, normed, activation=config.activation), (entry,)
-
-    def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
-        return target.head(states)

@@ -12,7 +12,6 @@ from flax import struct
 
 from specjax.drafters import layer_attention
 from specjax.drafters.base import DraftingReads
-from specjax.drafters.features import FeatureState
 from specjax.drafters.layer_attention import LayerAttention
 from specjax.drafters.methods import eagle
 from specjax.drafters.methods.eagle import Eagle, EagleConfig
@@ -101,9 +100,7 @@ class EagleWithLayerAttention(Eagle):
         assert entries, "layer self-attention needs KV entries"
         return layer_attention.summarise(self.params, self.config.lsa, entries, self.mesh)
 
-    def drafting_reads(
-        self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return EAGLE's weights for each level, and the summary's weights once per step."""
         step = layer_attention.weights_of(self.params)
         level = {name: value for name, value in self.own_weights.items() if name not in step}

@@ -3,9 +3,8 @@
 Each head predicts a token one position further ahead than the head before.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.published import MEDUSA_TREE
 from specjax.drafts.shapes import DraftShape, StaticTree
 from specjax.errors import InputError
-from specjax.models.cache import Entry
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError, JsonObject, check_fields, whole
 from specjax.models.params import Param, Params, matrix
@@ -194,10 +192,6 @@ class Medusa(NewestStateDrafter):
         axes = ("batch", *(None,) * (logits.ndim - 2), "vocab")
         return sharding.constrain(logits, axes, self.units, self.mesh)
 
-    @property
-    def target_hidden_size(self) -> int:
-        return self.config.hidden_size
-
     def propose(
         self,
         target: Target,
@@ -211,8 +205,6 @@ class Medusa(NewestStateDrafter):
         logits = jnp.stack([self.head(i, state) for i in range(self.draft_shape.depth)], axis=1)
         return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active), state
 
-    def drafting_reads(
-        self, target: Target, state: jax.Array | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return all weights, read once: all levels are drafted in one pass."""
         return DraftingReads(step=self.own_weights)

@@ -504,9 +504,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         )
         return draft, state
 
-    def drafting_reads(
-        self, target: Target, state: MixtureState | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level, and the weights of summaries, which are read once per step.
 
         A level runs self-attention, cross-attention, with TLI the target's last layers with their

@@ -5,7 +5,7 @@ it have the modules in their own checkpoints. `MTP` reads those of MiMo, of Deep
 Qwen3.5 and Qwen3-Next, and what `specjax train` writes for targets without modules.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,13 +15,13 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax.drafters.base import DraftingReads
-from specjax.drafters.features import FeatureDrafter, FeatureState, Past
+from specjax.drafters.features import FeatureDrafter, Past
 from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models import params as declarations
-from specjax.models.cache import Entries, Entry
+from specjax.models.cache import Entries
 from specjax.models.checkpoint_files import CheckpointFiles, number_after
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, delta_net
@@ -30,7 +30,7 @@ from specjax.models.fields import CheckpointError, Fields, JsonObject, check_fie
 from specjax.models.layers import decoder_layer, linear, normed, rms_norm
 from specjax.models.params import Params, matrix, norm
 from specjax.models.rope import rotations
-from specjax.models.transformer import States, Target
+from specjax.models.transformer import Target
 
 Layout = Literal["mimo", "deepseek", "qwen"]
 
@@ -370,15 +370,8 @@ class MTP(FeatureDrafter):
         return replace(self, params=params, config=replace(self.config, modules=count))
 
     @property
-    def sizes(self) -> ModelConfig:
-        return self.config.layer
-
-    @property
     def modules(self) -> int:
         return self.config.modules
-
-    def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
-        return output.hidden
 
     def run(
         self,
@@ -414,9 +407,7 @@ class MTP(FeatureDrafter):
         norms = jnp.stack([params["norm"] for params in self.params["modules"]])
         return target.head(rms_norm(states, norms[module], self.sizes.norm_eps))
 
-    def drafting_reads(
-        self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level: one of the modules with its part of the cache."""
         if state:
             module_state = (
