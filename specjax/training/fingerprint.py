@@ -17,10 +17,9 @@ from specjax import sharding
 from specjax.models.fingerprint import stated
 from specjax.models.transformer import Target
 from specjax.templates import settings_of
-from specjax.training.contract import Windows
 
 
-def of_windows(*packed: Windows) -> str:
+def of_windows(*packed: dict[str, np.ndarray]) -> str:
     """Return a hash of packed windows. Equal hashes mean the same tokens in the same order."""
     digest = hashlib.sha256()
     for windows in packed:
