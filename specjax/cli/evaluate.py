@@ -16,7 +16,7 @@ from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.registry import OWN_CLASS, load_drafter
 from specjax.drafts.names import parse_shape
-from specjax.errors import InputError
+from specjax.errors import InputError, check_minimum
 from specjax.evaluation import losslessness
 from specjax.evaluation.questions import Question, read_questions
 from specjax.files import replacing
@@ -103,11 +103,8 @@ class EvaluateConfig:
 
 def run_evaluate(config: EvaluateConfig) -> int:
     """Run ``specjax evaluate``; return the exit status, which is 1 if a drafter is not lossless."""
-    if config.repeats < 1 or config.per_category < 0:
-        raise InputError(
-            f"repeats={config.repeats}, per_category={config.per_category}: must be at least 1 and"
-            " at least 0"
-        )
+    check_minimum(1, config, ["repeats"])
+    check_minimum(0, config, ["per_category"])
     if not config.questions and not config.lossless:
         raise InputError("questions='': give a file")
     if config.json and not config.lossless:

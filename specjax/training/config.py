@@ -143,11 +143,8 @@ class TrainConfig:
             raise ConfigError(
                 f"accumulate={self.accumulate}: must divide data.batch={self.data.batch}"
             )
-        if self.data.window < 2 or self.data.batch < 1:
-            raise ConfigError(
-                f"data.window={self.data.window}, data.batch={self.data.batch}: must be at least 2"
-                " and 1"
-            )
+        check_minimum(2, self.data, ["window"], "data.", ConfigError)
+        check_minimum(1, self.data, ["batch"], "data.", ConfigError)
         if not 0 < self.data.holdout < 1:
             raise ConfigError(f"data.holdout={self.data.holdout}: must be between 0 and 1")
         # `make_mesh` raises for sizes below 1.

@@ -18,7 +18,7 @@ from specjax.drafters.trained import CheckpointFormat, NewestStateDrafter, Train
 from specjax.drafts.draft import Draft
 from specjax.drafts.published import MEDUSA_TREE
 from specjax.drafts.shapes import DraftShape, StaticTree
-from specjax.errors import InputError
+from specjax.errors import InputError, check_minimum
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError, JsonObject, check_fields, whole
 from specjax.models.params import Param, Params, matrix
@@ -44,8 +44,8 @@ class MedusaConfig:
     blocks: int = 1
 
     def __post_init__(self) -> None:
-        if self.heads < 1 or self.blocks < 0:
-            raise InputError(f"heads={self.heads}, blocks={self.blocks}: must be at least 1 and 0")
+        check_minimum(1, self, ["heads"])
+        check_minimum(0, self, ["blocks"])
 
 
 def read_config(stored: CheckpointFiles) -> MedusaConfig:

@@ -18,7 +18,7 @@ from specjax.drafters.base import DraftingReads
 from specjax.drafters.features import FeatureDrafter, Past
 from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.shapes import Chain, DraftShape
-from specjax.errors import InputError
+from specjax.errors import InputError, check_minimum
 from specjax.models import config_json
 from specjax.models import params as declarations
 from specjax.models.cache import Entries
@@ -89,8 +89,7 @@ class MTPConfig:
     experts_joined: bool = False
 
     def __post_init__(self) -> None:
-        if self.modules < 1:
-            raise InputError(f"modules={self.modules}: must be at least 1")
+        check_minimum(1, self, ["modules"])
         if self.layout == "qwen" and self.modules > 1:
             raise InputError(
                 f"modules={self.modules}: Qwen's checkpoints have names for one: give 1"

@@ -76,15 +76,13 @@ class Gemma4AssistantTraining(TrainingMethod):
     def check(self, window: int) -> None:
         super().check(window)
         self.check_minimum(0, "hidden_size", "intermediate_size", "layers", "centroids")
+        self.check_minimum(0, "centroid_weight")
         if self.layers > 4:
             raise ConfigError(f"method.layers={self.layers}: an assistant has at most 4")
         self.check_minimum(1, "steps")
         self.check_window(window, "steps")
-        if self.decay <= 0 or self.centroid_weight < 0:
-            raise ConfigError(
-                f"method.decay={self.decay}, method.centroid_weight={self.centroid_weight}: must be"
-                " above 0, and at least 0"
-            )
+        if self.decay <= 0:
+            raise ConfigError(f"method.decay={self.decay}: must be above 0")
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Gemma4Assistant:
         target = inputs.frozen_target

@@ -93,11 +93,7 @@ class LmMTP(WholeModelMethod):
         super().check(window)
         self.check_minimum(1, "modules")
         self.check_window(window, "modules")
-        if self.weight < 0 or self.final_weight < 0:
-            raise ConfigError(
-                f"method.weight={self.weight}, method.final_weight={self.final_weight}: must be at"
-                " least 0"
-            )
+        self.check_minimum(0, "weight", "final_weight")
         if not 0 <= self.falls_at <= 1:
             raise ConfigError(
                 f"method.falls_at={self.falls_at}: must be a share of the training, from 0 to 1"

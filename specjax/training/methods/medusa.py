@@ -44,10 +44,8 @@ class MedusaTraining(TrainingMethod):
 
     def check(self, window: int) -> None:
         super().check(window)
-        if self.heads < 1 or self.blocks < 0:
-            raise ConfigError(
-                f"method.heads={self.heads}, method.blocks={self.blocks}: must be at least 1 and 0"
-            )
+        self.check_minimum(1, "heads")
+        self.check_minimum(0, "blocks")
         if self.decay <= 0:
             raise ConfigError(f"method.decay={self.decay}: must be above 0")
         self.check_window(window, "heads")

@@ -82,11 +82,7 @@ class MoATraining(TrainingMethod):
                 f"method.staircase_until={self.staircase_until}: must be a share of the training,"
                 " from 0 to 1"
             )
-        if self.tli < 0 or self.intermediate_size < 0:
-            raise ConfigError(
-                f"method.tli={self.tli}, method.intermediate_size={self.intermediate_size}: must be"
-                " at least 0"
-            )
+        self.check_minimum(0, "tli", "intermediate_size")
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> MixtureOfAttentions:
         sizes = layer_sizes(self.intermediate_size)

@@ -86,21 +86,15 @@ class BlockMethod(TrainingMethod):
 
     def check(self, window: int) -> None:
         super().check(window)
-        if self.layers < 1 or self.anchors < 1:
-            raise ConfigError(
-                f"method.layers={self.layers}, method.anchors={self.anchors}: must be at least 1"
-            )
+        self.check_minimum(1, "layers", "anchors")
         if not 2 <= self.block_size < window:
             raise ConfigError(
                 f"method.block_size={self.block_size}: must be at least 2, and below"
                 f" data.window={window}"
             )
-        if self.intermediate_size < 0 or self.mask_token_id < -1:
-            raise ConfigError(
-                f"method.intermediate_size={self.intermediate_size},"
-                f" method.mask_token_id={self.mask_token_id}: must be at least 0, which is the"
-                " target's, and at least -1, which is the target's last token"
-            )
+        # These are the target's size, and its last token.
+        self.check_minimum(0, "intermediate_size")
+        self.check_minimum(-1, "mask_token_id")
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> DFlash:
         return self.kind.init(
