@@ -253,9 +253,7 @@ class KVCache:
                 was read of this cache: the write waits for it. A wrong array costs only time, see
                 `_known_after`.
         """
-        count = _known_after(count, after)
-        entries, states = committed(self.states, new, count)
-        step = jnp.arange(slots_of(entries))[None]
+        count, entries, states, step = _committed(self.states, new, count, after)
         # Beyond `count` the destination is out of range, where a scatter in drop mode writes
         # nothing.
         slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
@@ -269,25 +267,31 @@ def _chosen(values: tuple[Any, ...], layers: Sequence[int]) -> tuple[Any, ...]:
     return tuple(values[layer] for layer in layers) if values else ()
 
 
-def committed(
-    states: tuple[State | None, ...], new: Sequence[Entry | State], count: Int[Array, " B"]
-) -> tuple[Entries, tuple[State | None, ...]]:
-    """Return the entries that go into slots, and the states after the first ``count [B]`` tokens.
+def _committed(
+    states: tuple[State | None, ...],
+    new: Sequence[Entry | State],
+    count: Int[Array, " B"],
+    after: jax.Array,
+) -> tuple[Int[Array, " B"], Entries, tuple[State | None, ...], Int[Array, "1 n"]]:
+    """Return what a cache appends; the arguments are those of `KVCache.append`.
 
-    The entries of layers with a state are ``()``.
+    Returns:
+        ``count``, known only after ``after``; the entries that go into slots, ``()`` for layers
+        with a state; the states after the first ``count [B]`` tokens; and the index of each new
+        token.
     """
-    if not states:
-        return tuple(new), ()  # pyright: ignore[reportReturnType]
+    count = _known_after(count, after)
     entries: list[Entry] = []
-    after: list[State | None] = []
-    for state, update in zip(states, new, strict=True):
+    newest: list[State | None] = []
+    for state, update in zip(states or (None,) * len(new), new, strict=True):
         if isinstance(update, State):
             entries.append(())
-            after.append(update)
+            newest.append(update)
         else:
             entries.append(update if state is None else ())
-            after.append(None if state is None else state.append(update, count))
-    return tuple(entries), tuple(after)
+            newest.append(None if state is None else state.append(update, count))
+    step = jnp.arange(slots_of(entries))[None]
+    return count, tuple(entries), tuple(newest) if states else (), step
 
 
 @struct.dataclass
@@ -396,9 +400,7 @@ class PagedCache:
         self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array
     ) -> "PagedCache":
         """Commit new entries, as `KVCache.append`. Tokens without a page are dropped."""
-        count = _known_after(count, after)
-        entries, states = committed(self.states, new, count)
-        step = jnp.arange(slots_of(entries))[None]
+        count, entries, states, step = _committed(self.states, new, count, after)
         positions = self.length[:, None] + step
         pages, slots = self._slots(positions)
         # This index is out of range, and a scatter in drop mode does not write there. Positions
@@ -546,9 +548,7 @@ class RingCache:
 
         If the ring cannot hold all of them, the newest stay.
         """
-        count = _known_after(count, after)
-        entries, states = committed(self.states, new, count)
-        step = jnp.arange(slots_of(entries))[None]
+        count, entries, states, step = _committed(self.states, new, count, after)
         positions = self.length[:, None] + step
         is_newest = step >= count[:, None] - (self.slots - self.kept)
         slots = jnp.where(
