@@ -160,13 +160,7 @@ class MoE:
     beside_mlp: bool = False
 
     def __post_init__(self) -> None:
-        names = (
-            "num_experts",
-            "experts_per_token",
-            "intermediate_size",
-            "groups",
-            "groups_kept",
-        )
+        names = ("num_experts", "experts_per_token", "intermediate_size", "groups", "groups_kept")
         check_minimum(1, self, names)
         if self.num_experts % self.groups:
             raise InputError(

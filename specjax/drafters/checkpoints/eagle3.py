@@ -143,10 +143,7 @@ def declare(config: Eagle3Config, layout: str) -> Params:
     for name in ("q", "k", "v"):  # they read the embedding and the state
         inputs, outputs = layers[0][name].shape
         layers[0][name] = replace(layers[0][name], shape=(2 * inputs, outputs))
-    tree: Params = {
-        "layers": layers,
-        "norm": norm("norm", hidden),
-    }
+    tree: Params = {"layers": layers, "norm": norm("norm", hidden)}
     if config.tap_count:
         tree["fc"] = matrix("fc", (fused, None), (hidden, None))
     if config.own_head:

@@ -315,9 +315,7 @@ class DraftModel(Drafter[DraftModelState]):
             # appended.
             cache = cache.append(path, accepted - behind, after=draft.tokens[:, -1:])
         return DraftModelState(
-            cache=cache,
-            last=jnp.take_along_axis(draft.tokens, end, axis=1)[:, 0],
-            behind=behind,
+            cache=cache, last=jnp.take_along_axis(draft.tokens, end, axis=1)[:, 0], behind=behind
         )
 
     def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
