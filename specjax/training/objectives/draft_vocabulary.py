@@ -41,6 +41,12 @@ class Eagle3Method(FeatureMethod):
             2602.23881).
         eta: the parameter of the hybrid loss, see `losses.hybrid`.
         remat: whether to recompute activations for the gradient, to save memory.
+
+    Examples:
+        >>> from specjax.training.objectives.draft_vocabulary import Eagle3Method
+        >>> Eagle3Method(target="embedded", layers=0).check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.layers=0: must be at least 1
     """
 
     target: str = ""

@@ -29,6 +29,10 @@ class EagleMethod(FeatureMethod):
         noise: the width of the uniform noise on the features that the drafter reads, in a window of
             512 tokens.
         remat: whether to recompute activations for the gradient, to save memory.
+
+    Examples:
+        >>> from specjax.training.objectives.feature_loss import EagleMethod
+        >>> EagleMethod(target="embedded", lsa=True).check(window=512)
     """
 
     target: str = ""
