@@ -187,9 +187,10 @@ def read_prompts(
     def read(
         carry: tuple[KVCache, Any], part: tuple[jax.Array, ...]
     ) -> tuple[tuple[KVCache, Any], None]:
-        *parts, index = part
+        cache, state = carry
+        tokens, following, index = part
         count = jnp.clip(committed - index * PREFILL_CHUNK, 0, PREFILL_CHUNK)
-        return commit(*carry, *parts, count, carry[0]), None
+        return commit(cache, state, tokens, following, count, cache), None
 
     parts = split(tokens), split(following), jnp.arange(chunks, dtype=jnp.int32)
     (cache, state), _ = jax.lax.scan(read, (cache, state), parts)
