@@ -10,6 +10,37 @@ class InputError(ValueError):
     """An argument, file or setting that cannot be used; the message has name, value and remedy."""
 
 
+def check_minimum(
+    minimum: int,
+    values: Any,
+    names: Iterable[str],
+    prefix: str = "",
+    error: type[InputError] = InputError,
+) -> None:
+    """Refuse the first of the named attributes of ``values`` that is below the minimum.
+
+    Args:
+        minimum: the smallest value that is allowed.
+        values: a configuration.
+        names: the names of the attributes.
+        prefix: what stands before a name in the error message, such as "method.".
+        error: the kind of the error.
+
+    Raises:
+        InputError: an attribute is below the minimum. The message has its name and its value.
+
+    Examples:
+        >>> from specjax.errors import check_minimum
+        >>> from specjax.drafts.shapes import Chain
+        >>> check_minimum(6, Chain(5), ["depth"])
+        Traceback (most recent call last):
+        specjax.errors.InputError: depth=5: must be at least 6
+    """
+    for name in names:
+        if (value := getattr(values, name)) < minimum:
+            raise error(f"{prefix}{name}={value}: must be at least {minimum}")
+
+
 class LogitsError(RuntimeError):
     """Invalid logits of the target, from which no token can be sampled.
 

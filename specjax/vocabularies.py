@@ -23,7 +23,7 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
 
-def _byte_characters() -> dict[str, int]:
+def byte_characters() -> dict[str, int]:
     """Return the byte of each character of byte-level BPE.
 
     Printable Latin-1 characters stand for their own code. The other 68 bytes are, in order, the
@@ -36,7 +36,7 @@ def _byte_characters() -> dict[str, int]:
     }
 
 
-_BYTE_OF = _byte_characters()
+_BYTE_OF = byte_characters()
 _BYTES_ALONE = frozenset(character for character in _BYTE_OF if ord(character) >= 256)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from specjax import config
-from specjax.drafters.registry import resolve
+from specjax.drafters.registry import find
 from specjax.drafts.names import as_shape
 from specjax.errors import InputError, check_options, did_you_mean
 from specjax.models.config_json import parse_config
@@ -60,9 +60,9 @@ def test_a_name_like_no_other_gets_the_list() -> None:
 @pytest.mark.parametrize(
     ("parse", "nearest"),
     [
-        (lambda: resolve("prompt-lokup"), "prompt-lookup"),
-        (lambda: resolve("egle3:somewhere"), "eagle3"),
-        (lambda: resolve("embeded:eagle3"), "embedded"),
+        (lambda: find("prompt-lokup"), "prompt-lookup"),
+        (lambda: find("egle3:somewhere"), "eagle3"),
+        (lambda: find("embeded:eagle3"), "embedded"),
         (lambda: as_shape("chian:4"), "chain"),
         (lambda: as_shape("dynmic"), "dynamic"),
         (lambda: parse_config({"model_type": "quen3"}), "qwen3"),

@@ -161,11 +161,9 @@ def scheme_of(config: ConvertConfig) -> schemes.Scheme:
 
 def write_quantized(config: ConvertConfig) -> None:
     """Write the quantized target and its tokenizer, completely or not at all."""
-    scheme, output = scheme_of(config), Path(config.output)
+    scheme = scheme_of(config)
     source = hub.open_checkpoint(config.target)
-    checkpoint.check_writable(output)
-    if source.directory.resolve() == output.resolve():
-        raise InputError(f"output={config.output!r}: is the target itself; give another directory")
+    _check_output(source, config)
     dtype, how = huggingface.embedding_type(source), config.quantize
     if config.calibrate:
         tokens = calibration_tokens(config, source)
@@ -176,14 +174,23 @@ def write_quantized(config: ConvertConfig) -> None:
         how = f"{how}, calibrated on {tokens.size:,} tokens"
     else:
         target = Target.from_pretrained(source, dtype=dtype, weights=scheme)
-    with waiting(f"writing {config.output}"), replacing(output) as scratch:
-        target.save_pretrained(scratch, dtype=dtype)
+    print(f"{config.output}: {how}, {_write(target, source, config.output, dtype=dtype)}")
+
+
+def _check_output(source: CheckpointFiles, config: ConvertConfig) -> None:
+    output = Path(config.output)
+    checkpoint.check_writable(output)
+    if source.directory.resolve() == output.resolve():
+        raise InputError(f"output={config.output!r}: is the target itself; give another directory")
+
+
+def _write(target: Target, source: CheckpointFiles, output: str, **options: Any) -> str:
+    """Write a model and the files beside it, and return its size in words."""
+    with waiting(f"writing {output}"), replacing(Path(output)) as scratch:
+        target.save_pretrained(scratch, **options)
         copy_beside(source.directory, scratch)
-    size, whole = CheckpointFiles(output).weight_bytes, source.weight_bytes
-    of_whole = (
-        f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target"
-    )
-    print(f"{config.output}: {how}, {of_whole}")
+    size, whole = CheckpointFiles(Path(output)).weight_bytes, source.weight_bytes
+    return f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target"
 
 
 def calibration_tokens(config: ConvertConfig, source: CheckpointFiles) -> np.ndarray:
@@ -225,12 +232,9 @@ def copy_beside(source: Path, output: Path) -> None:
 
 def write_client_parts(config: ConvertConfig) -> None:
     """Write the parts of the target that the drafter needs, and the tokenizer, or nothing."""
-    output = Path(config.output)
     source = hub.open_checkpoint(config.target, weights=False)
     config_json.check_whole(source)
-    checkpoint.check_writable(output)
-    if source.directory.resolve() == output.resolve():
-        raise InputError(f"output={config.output!r}: is the target itself; give another directory")
+    _check_output(source, config)
     shape = config_json.read_config(source)
     tokenizer = text.load_tokenizer(source.directory)
     drafter = registry.load_drafter(config.drafter, None, shape, tokenizer=tokenizer)
@@ -238,13 +242,9 @@ def write_client_parts(config: ConvertConfig) -> None:
     source = hub.open_checkpoint(source)
     part = Target.from_pretrained(source, dtype=huggingface.embedding_type(source), layers=layers)
     drafter.check(part)
-    with waiting(f"writing {config.output}"), replacing(output) as scratch:
-        part.save_pretrained(scratch)
-        copy_beside(source.directory, scratch)
-    size, whole = CheckpointFiles(output).weight_bytes, source.weight_bytes
+    size = _write(part, source, config.output)
     print(
-        f"{config.output}: {parts.describe(part.held, shape.num_layers)}, {part.dtype};"
-        f" {size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target;"
+        f"{config.output}: {parts.describe(part.held, shape.num_layers)}, {part.dtype}; {size};"
         f" fingerprint {part.fingerprint()}"
     )
 

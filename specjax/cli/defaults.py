@@ -1,19 +1,35 @@
-"""The sampling parameters of a checkpoint's generation_config.json, in commands."""
+"""What the commands ``generate`` and ``serve`` share: loading models, and sampling parameters."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jax
+
 from specjax.models.generation_config import FILE
 from specjax.progress import say
 from specjax.sampling import Sampling
+from specjax.sharding import mesh_for
 
 GenerationConfig = Literal["auto", "none"]
 """Whether a checkpoint's sampling parameters apply where an option or a request gives none."""
 
 
-def read_choice(choice: GenerationConfig) -> Literal["auto"] | None:
-    """Convert an option ``--generation-config`` to the argument of `specjax.load`."""
-    return None if choice == "none" else choice
+def loading_options(config: Any) -> dict[str, Any]:
+    """Return the arguments of `specjax.load` that ``generate`` and ``serve`` have as options.
+
+    Also sets the precision of products on the device.
+    """
+    if config.precision != "default":
+        jax.config.update("jax_default_matmul_precision", config.precision)
+    return {
+        "mesh": mesh_for(config.mesh),
+        "dtype": config.dtype or None,
+        "weights": config.weights,
+        "cache_dtype": config.cache_dtype,
+        "chat_template": config.chat_template,
+        "chat_template_kwargs": config.chat_template_kwargs,
+        "generation_config": None if config.generation_config == "none" else "auto",
+    }
 
 
 def say_defaults(

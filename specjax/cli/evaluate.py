@@ -17,7 +17,7 @@ from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.registry import OWN_CLASS, load_drafter
 from specjax.drafts.names import parse_shape
-from specjax.errors import InputError
+from specjax.errors import InputError, check_minimum
 from specjax.evaluation import losslessness
 from specjax.evaluation.questions import Question, read_questions
 from specjax.files import replacing
@@ -110,11 +110,8 @@ class EvaluateConfig:
 
 def run_evaluate(config: EvaluateConfig) -> int:
     """Run ``specjax evaluate``; return the exit status, which is 1 if a drafter is not lossless."""
-    if config.repeats < 1 or config.per_category < 0:
-        raise InputError(
-            f"repeats={config.repeats}, per_category={config.per_category}: must be at least 1 and"
-            " at least 0"
-        )
+    check_minimum(1, config, ["repeats"])
+    check_minimum(0, config, ["per_category"])
     if not config.questions and not config.lossless:
         raise InputError("questions='': give a file")
     if config.json and not config.lossless:
@@ -126,10 +123,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
     output = Path(config.output) if config.output and speaks() else None
     if output is not None and output.is_file():
         raise InputError(f"output={config.output!r} is a file: give a directory")
-    if config.questions:
-        questions = read_questions("questions", config.questions, config.per_category)
-    else:
-        questions = []
+    questions = read_questions(config.questions, config.per_category) if config.questions else []
     grammar = read_grammar(config.json_schema, config.regex, config.choice)
     if config.lossless and grammar is not None:
         raise InputError(
@@ -255,10 +249,8 @@ class _Asking:
         return answers
 
     def _encode(self, history: list[dict[str, str]]) -> list[int]:
-        if self._chat:
-            ids = self._generator.encode(history)
-        else:
-            ids = self._generator.encode("\n".join(message["content"] for message in history))
+        prompt = history if self._chat else "\n".join(message["content"] for message in history)
+        ids = self._generator.encode(prompt)
         target = self._generator.target
         positions = min(
             decoding.most_positions(target, drafter or NoDraft())

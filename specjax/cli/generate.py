@@ -4,14 +4,12 @@ import itertools
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-
 from specjax import pipeline, text
-from specjax.cli.defaults import GenerationConfig, read_choice, say_defaults
+from specjax.cli.defaults import GenerationConfig, loading_options, say_defaults
 from specjax.cli.grammars import read_grammar
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter
@@ -26,7 +24,6 @@ from specjax.progress import waiting
 from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
 from specjax.sampling import GREEDY, Rule, Sampling
-from specjax.sharding import mesh_for
 from specjax.templates import check_is_chat
 
 
@@ -124,7 +121,7 @@ class GenerateConfig:
     weights: str = schemes.AS_STORED
     cache_dtype: CacheType = "float"
     precision: Literal["default", "highest"] = "default"
-    mesh: tuple[int, int] = field(default=(1, 1))
+    mesh: tuple[int, int] = (1, 1)
 
 
 def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
@@ -132,7 +129,7 @@ def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
 
     Every config.json is read before any weights.
     """
-    mesh = mesh_for(config.mesh)
+    options = loading_options(config)
     if config.drafter == "none":
         for name in ("draft", "only_if_faster", "show_tree"):
             if getattr(config, name) != getattr(GenerateConfig, name):
@@ -141,17 +138,7 @@ def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
                     " leave it out"
                 )
     shape = parse_shape(config.draft) if config.draft not in ("", "auto") else None
-    settings = {
-        "dtype": config.dtype or None,
-        "weights": config.weights,
-        "cache_dtype": config.cache_dtype,
-    }
-    settings |= {
-        "chat_template": config.chat_template,
-        "chat_template_kwargs": config.chat_template_kwargs,
-    }
-    settings |= {"generation_config": read_choice(config.generation_config)}
-    return pipeline.load(config.target, config.drafter, draft=shape, mesh=mesh, **settings)
+    return pipeline.load(config.target, config.drafter, draft=shape, **options)
 
 
 def read_prompts(config: GenerateConfig) -> list[str]:
@@ -175,8 +162,6 @@ def run_generate(config: GenerateConfig) -> None:
     check_is_chat(config.chat, config.chat_template, config.chat_template_kwargs)
     if config.show_tree:
         pictures.check_path("show_tree", config.show_tree)
-    if config.precision != "default":
-        jax.config.update("jax_default_matmul_precision", config.precision)
     generator = load_generator(config)
     options = read_options(config, generator.default_sampling)
     say_sampling(config, generator.default_sampling, options)

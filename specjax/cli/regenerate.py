@@ -16,7 +16,7 @@ from typing import Any
 from specjax import pipeline
 from specjax.cli import shards
 from specjax.config import differences, dump_yaml, load_yaml
-from specjax.errors import InputError
+from specjax.errors import InputError, check_minimum
 from specjax.files import FullDiskError, is_full_disk, write_text
 from specjax.progress import waiting
 from specjax.regeneration import AnswerWriter, positions_of
@@ -166,9 +166,7 @@ def run_regenerate(config: RegenerateConfig) -> int:
 
 def _check(config: RegenerateConfig) -> None:
     """Refuse invalid options before anything is read."""
-    for name in ("batch", "copies", "prompt_tokens", "max_new_tokens"):
-        if getattr(config, name) < 1:
-            raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
+    check_minimum(1, config, ("batch", "copies", "prompt_tokens", "max_new_tokens"))
     if (
         not config.source
         or not config.output

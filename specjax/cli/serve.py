@@ -4,15 +4,14 @@ import math
 import os
 import signal
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import jax
 import tyro
 
 from specjax import decoding, pipeline
-from specjax.cli.defaults import GenerationConfig, read_choice, say_defaults
+from specjax.cli.defaults import GenerationConfig, loading_options, say_defaults
 from specjax.drafters import NoDraft
 from specjax.drafters.methods.mixture_of_attentions import with_told
 from specjax.errors import InputError
@@ -20,7 +19,7 @@ from specjax.models.quantization import schemes
 from specjax.models.quantized_cache import CacheType
 from specjax.processes import speaks
 from specjax.serving import ClientDrafts, Engine, follow, memory
-from specjax.sharding import mesh_for, spans_processes
+from specjax.sharding import spans_processes
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class ServeConfig:
     weights: str = schemes.AS_STORED
     cache_dtype: CacheType = "float"
     precision: Literal["default", "highest"] = "default"
-    mesh: tuple[int, int] = field(default=(1, 1))
+    mesh: tuple[int, int] = (1, 1)
     max_logprobs: int = 20
     max_prediction: int = 16
     per_request_spec_decode_metrics: bool = False
@@ -241,20 +240,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
     Also returns the reason for the capacity, in words.
     """
     shapes, takes_drafts = read_drafts(config)
-    if config.precision != "default":
-        jax.config.update("jax_default_matmul_precision", config.precision)
-    mesh = mesh_for(config.mesh)
-    settings = {
-        "dtype": config.dtype or None,
-        "weights": config.weights,
-        "cache_dtype": config.cache_dtype,
-    }
-    settings |= {
-        "chat_template": config.chat_template,
-        "chat_template_kwargs": config.chat_template_kwargs,
-    }
-    settings |= {"generation_config": read_choice(config.generation_config)}
-    generator = pipeline.load(config.target, config.drafter, mesh=mesh, **settings)
+    generator = pipeline.load(config.target, config.drafter, **loading_options(config))
     say_defaults(generator.default_sampling, "temperature 1")
     drafter = generator.drafter
     if config.told:

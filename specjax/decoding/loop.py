@@ -21,7 +21,7 @@ from specjax.decoding.verification import RULES, verify
 from specjax.drafters.base import Committed, Drafter, append_tokens, check_proposal
 from specjax.drafts.draft import Draft, Verdict
 from specjax.errors import InputError
-from specjax.models.cache import Entry, gather_entries
+from specjax.models.cache import Entries, gather_entries
 from specjax.models.transformer import States, Target
 from specjax.sampling import at_nodes, position_keys, split_keys
 
@@ -236,7 +236,7 @@ class _Scored:
     verdict: Verdict
     emitted: jax.Array
     output: States
-    entries: tuple[Entry, ...]
+    entries: Entries
     num_nodes: jax.Array
     logprobs: Logprobs | None
 

@@ -163,19 +163,21 @@ def read_prompts(
         (target.new_cache(batch, capacity), start_drafter(drafter, target, batch, capacity))
     )
 
-    def append_committed(
-        state: Any, tokens: jax.Array, following: jax.Array, **results: Any
-    ) -> Any:
-        return drafter.append_committed(
-            target, state, Committed(tokens=tokens, following=following, **results)
-        )
+    def commit(
+        cache: KVCache,
+        state: Any,
+        tokens: jax.Array,
+        following: jax.Array,
+        count: jax.Array,
+        *earlier: KVCache,
+    ) -> tuple[KVCache, Any]:
+        output, new = target.read(tokens, *earlier, taps=taps, commit=count)
+        cache = cache.append(new, count, after=output.hidden)
+        results = Committed(tokens, following, output, new, count, cache)
+        return cache, drafter.append_committed(target, state, results)
 
     if width <= PREFILL_CHUNK:  # one chunk: attention need not read the empty cache
-        output, new = target.read(tokens, taps=taps, commit=committed)
-        cache = cache.append(new, committed, after=output.hidden)
-        state = append_committed(
-            state, tokens, following, output=output, entries=new, count=committed, cache=cache
-        )
+        cache, state = commit(cache, state, tokens, following, committed)
         return cache, drafter.prompts_read(target, state, tokens, cache)
 
     chunks = -(-width // PREFILL_CHUNK)
@@ -190,12 +192,7 @@ def read_prompts(
         cache, state = carry
         tokens, following, index = part
         count = jnp.clip(committed - index * PREFILL_CHUNK, 0, PREFILL_CHUNK)
-        output, new = target.read(tokens, cache, taps=taps, commit=count)
-        cache = cache.append(new, count, after=output.hidden)
-        state = append_committed(
-            state, tokens, following, output=output, entries=new, count=count, cache=cache
-        )
-        return (cache, state), None
+        return commit(cache, state, tokens, following, count, cache), None
 
     parts = split(tokens), split(following), jnp.arange(chunks, dtype=jnp.int32)
     (cache, state), _ = jax.lax.scan(read, (cache, state), parts)

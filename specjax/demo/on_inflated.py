@@ -13,7 +13,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled
-from specjax.models.cache import Cache, Entry, KVCache
+from specjax.models.cache import Cache, Entries, KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
@@ -30,16 +30,14 @@ class _Narrow(Target):
 
     inflated: Target = struct.field(kw_only=True)
 
-    def new_scratch(
-        self, batch: int, slots: int, layers: tuple[int, int] | None = None
-    ) -> tuple[Entry, ...]:
+    def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> Entries:
         return self.inflated.new_scratch(
             batch, slots, (0, self.config.num_layers) if layers is None else layers
         )
 
     def run(
         self, x: jax.Array, cache: KVCache | None = None, **options: Any
-    ) -> tuple[jax.Array, jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, jax.Array, Entries]:
         size = self.config.hidden_size
         layers = options.pop("layers", None) or (0, self.config.num_layers)
         wide = jnp.pad(x, ((0, 0), (0, 0), (0, self.inflated.config.hidden_size - size)))

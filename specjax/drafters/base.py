@@ -1,7 +1,7 @@
 """The contract of a drafter, `Drafter`, and the data that its hooks receive."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -15,7 +15,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
-from specjax.models.cache import Entry, KVCache, PagedCache, empty_entries
+from specjax.models.cache import Entries, Entry, KVCache, PagedCache, empty_entries
 from specjax.models.config import ModelConfig
 from specjax.models.quantized_cache import dequantize
 from specjax.models.transformer import States, Target
@@ -65,7 +65,7 @@ class Committed:
     tokens: jax.Array
     following: jax.Array
     output: States
-    entries: tuple[Entry, ...]
+    entries: Entries
     count: jax.Array
     cache: KVCache | PagedCache
 
@@ -403,7 +403,7 @@ class Drafter(OneLine, Generic[State]):
         """
         return {}
 
-    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
+    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> Entries:
         """Return the KV entries of the target layers that the drafter `reads`, one for each layer.
 
         ``arrays`` are those of `remote_inputs`, in which `remote_entry_arrays` has packed them.
@@ -431,7 +431,7 @@ class Drafter(OneLine, Generic[State]):
         following: jax.Array,
         count: jax.Array,
         cache: Any = None,
-    ) -> tuple[State, tuple[Entry, ...]]:
+    ) -> tuple[State, Entries]:
         """Return the state as if the first ``count [B]`` of ``tokens [B, T]`` were committed.
 
         With it a client drafts on while it waits for a verdict, or without the target. The target's
@@ -598,6 +598,18 @@ def check_mesh(mesh: Mesh | None, target: Target) -> None:
         raise InputError(
             f"drafter is on mesh={mesh} and target on {target.mesh}: load both with the same mesh"
         )
+
+
+def zeros_of(run: Callable[..., Any], *arguments: jax.Array) -> Any:
+    """Return zeros in the shape of the result of ``run``."""
+    return jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, *arguments)
+    )
+
+
+def tokens_at(tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the tokens at ``positions [B, n]`` of ``tokens [B, P]``; arbitrary ones beyond P."""
+    return jnp.take_along_axis(tokens, jnp.clip(positions, 0, tokens.shape[1] - 1), axis=1)
 
 
 def append_tokens(

@@ -19,7 +19,7 @@ from flax import struct
 from specjax.drafters.candidates import CandidateTokens, Vocabulary, offered_by
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, FixedShape
-from specjax.models.cache import Cache, Entry, num_slots, place_entries
+from specjax.models.cache import Cache, Entries, num_slots, place_entries
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -465,9 +465,9 @@ def read_nodes(
     model: Target,
     cache: Cache,
     frontier: Frontier,
-    scratch: tuple[Entry, ...],
+    scratch: Entries,
     layers: tuple[int, int] | None = None,
-) -> tuple[jax.Array, tuple[Entry, ...]]:
+) -> tuple[jax.Array, Entries]:
     """Read the nodes of a frontier with a transformer: a `ReadFrontier`.
 
     The KV entries of drafted nodes go to the scratch, and the cache is only read. The scratch may

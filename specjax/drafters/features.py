@@ -13,27 +13,23 @@ feature after t - m, and it can read the first m drafted tokens of a draft in th
 text. Beyond them the last module continues with its own states.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.drafters.base import RemoteFeatures, check_mesh, newest_of
-from specjax.drafters.candidates import Vocabulary
+from specjax.drafters.base import RemoteFeatures, check_mesh, newest_of, zeros_of
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.draft import Draft
-from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
-from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
+from specjax.models.cache import Entries, Entry, KVCache, empty_entries, place_entries
 from specjax.models.config import ModelConfig
-from specjax.models.params import Params
 from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
@@ -52,6 +48,10 @@ class FeatureState:
     newest: jax.Array
 
 
+Past = tuple[tuple[Piece, ...], ...]
+"""What each layer attends to beside the new pairs."""
+
+
 class FeatureDrafter(TrainedDrafter[FeatureState]):
     """A drafter that reads the target's features.
 
@@ -63,9 +63,6 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         mesh: the mesh of the parameters; None is the default device.
     """
 
-    params: Params
-    draft: DraftShape | int
-    mesh: Mesh | None
     grows_trees: ClassVar[bool] = True
 
     # --- methods that a subclass must or may override ---
@@ -73,7 +70,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
     @property
     def sizes(self) -> ModelConfig:
         """The configuration of the layers of one module. Its ``vocab_size`` is the target's."""
-        raise NotImplementedError
+        return self.config.layer
 
     @property
     def modules(self) -> int:
@@ -86,13 +83,13 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         return self.sizes.hidden_size
 
     def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
-        """Return the features ``[B, T, H]`` of T tokens.
+        """Return the features ``[B, T, H]`` of T tokens, by default the target's hidden states.
 
         Args:
             output: the target's states at the tokens.
             entries: the KV entries of the tokens in each target layer.
         """
-        raise NotImplementedError
+        return output.hidden
 
     def run(
         self,
@@ -100,9 +97,9 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         embedded: jax.Array,
         positions: jax.Array,
         mask: jax.Array | None,
-        past: tuple[tuple[Piece, ...], ...],
+        past: Past,
         module: int = 0,
-    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, Entries]:
         """Read T pairs with one module.
 
         Args:
@@ -123,18 +120,13 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         raise NotImplementedError
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
-        """Return the float32 logits ``[..., Vd]`` for the ``states [..., H]`` of ``module``."""
-        raise NotImplementedError
+        """Return the float32 logits ``[..., Vd]`` for the ``states [..., H]`` of ``module``.
 
-    def vocabulary(self, target: Target) -> Vocabulary | None:
-        """Return the tokens that the drafter can draft; None is the target's vocabulary."""
-        return None
+        The default is those of the target's head.
+        """
+        return target.head(states)
 
     # --- the drafter that follows from them ---
-
-    def embed(self, target: Target, tokens: jax.Array) -> jax.Array:
-        """Return the embeddings ``[B, T, H]`` of ``tokens``."""
-        return self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
 
     def check(self, target: Target) -> None:
         name, sizes = type(self).__name__, self.sizes
@@ -205,7 +197,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         following: jax.Array,
         count: jax.Array,
         cache: KVCache | None = None,
-    ) -> tuple[FeatureState, tuple[Entry, ...]]:
+    ) -> tuple[FeatureState, Entries]:
         """Append tokens with the drafter's own state in place of the feature, as while drafting.
 
         Each pair needs the state at the pair before, so the pairs are read one after another.
@@ -268,8 +260,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         depths = jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1
 
         def read(
-            frontier: Frontier, carried: tuple[tuple[Entry, ...], jax.Array]
-        ) -> tuple[jax.Array, tuple[tuple[Entry, ...], jax.Array]]:
+            frontier: Frontier, carried: tuple[Entries, jax.Array]
+        ) -> tuple[jax.Array, tuple[Entries, jax.Array]]:
             scratch, states = carried
             # ``[B, F, M, H]`` the states of each node's parent, by module.
             above = jnp.take_along_axis(states, frontier.parents[..., None, None], axis=1)
@@ -278,7 +270,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
                 state.cache.length[:, None] + frontier.depth - 1, frontier.tokens.shape
             )
 
-            def read_with(module: int, states: jax.Array) -> tuple[jax.Array, tuple[Entry, ...]]:
+            def read_with(module: int, states: jax.Array) -> tuple[jax.Array, Entries]:
                 cached = self._past(state.cache, module)
                 first_layer = (module - modules.start) * layers
                 # As in the cache, the first pairs of a text are hidden (see `visible_in`).
@@ -304,7 +296,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
                     # A conditional, so that the weights of a module without input are not read.
                     run = partial(read_with, module)
                     needed, before = frontier.depth <= module, above[:, :, module - 1]
-                    at_module, entries = jax.lax.cond(needed, run, partial(_zeros_of, run), before)
+                    at_module, entries = jax.lax.cond(needed, run, partial(zeros_of, run), before)
                 module_states.append(at_module.astype(states.dtype))
                 new += entries
             current = jnp.minimum(frontier.depth, last)
@@ -331,14 +323,14 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         )
         return draft, state
 
-    def _past(self, cache: KVCache, module: int) -> tuple[tuple[Piece, ...], ...]:
+    def _past(self, cache: KVCache, module: int) -> Past:
         """Return the part of the cache that ``module`` attends to, layer by layer."""
         layers = self.sizes.num_layers
         since = jnp.full((1, 1), module)
         module_layers = range(module * layers, (module + 1) * layers)
         return tuple((Filled.of(cache, layer, since, self.mesh),) for layer in module_layers)
 
-    def _empty(self, batch: int, slots: int, modules: int) -> tuple[Entry, ...]:
+    def _empty(self, batch: int, slots: int, modules: int) -> Entries:
         sizes = self.sizes
         layers = [sizes.entry_parts(layer) for layer in range(sizes.num_layers)] * modules
         return empty_entries(layers, batch=batch, slots=slots, dtype=self._dtype, mesh=self.mesh)
@@ -363,10 +355,3 @@ def visible_in(module: int, positions: jax.Array, causal: jax.Array) -> jax.Arra
     # A hidden pair still sees itself.
     itself = jnp.eye(positions.shape[1], dtype=bool)
     return causal & ((positions >= module)[:, None] | itself)
-
-
-def _zeros_of(run: Callable[..., Any], *arguments: jax.Array) -> Any:
-    """Return zeros in the shape of the result of ``run``."""
-    return jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, *arguments)
-    )

@@ -8,7 +8,6 @@ layers is projected to the target's hidden size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig, Rope
-from specjax.models.fields import CheckpointError, check_fields, whole
+from specjax.models.fields import CheckpointError, JsonObject, check_fields, whole
 from specjax.models.layers import decoder_layer, linear
 from specjax.models.params import Param, Params, matrix
 from specjax.models.quantized_cache import dequantize
@@ -132,7 +131,7 @@ _FIELDS = {
 }
 
 
-def parse(raw: dict[str, Any], like: ModelConfig, source: str) -> LayerAttention:
+def parse(raw: JsonObject, like: ModelConfig, source: str) -> LayerAttention:
     """Return the sizes from the fields of a config.json; all else is as in ``like``.
 
     Errors name the file as ``source``.

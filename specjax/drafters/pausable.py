@@ -14,7 +14,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from specjax import sharding
-from specjax.drafters.base import Committed, Drafter, DraftingReads, NoDraft, append_tokens
+from specjax.drafters.base import (
+    Committed,
+    Drafter,
+    DraftingReads,
+    NoDraft,
+    append_tokens,
+    tokens_at,
+)
 from specjax.drafters.wrapper import Wrapper
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import DraftShape
@@ -154,13 +161,9 @@ class Pausable(Wrapper[PausableState]):
         """
         count = state.pending.count
         positions = (cache.length - count)[:, None] + jnp.arange(ROOM)[None]
-
-        def tokens_at(positions: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(tokens, jnp.clip(positions, 0, tokens.shape[1] - 1), axis=1)
-
         committed = Committed(
-            tokens=tokens_at(positions),
-            following=tokens_at(positions + 1),
+            tokens=tokens_at(tokens, positions),
+            following=tokens_at(tokens, positions + 1),
             output=state.pending.output,
             entries=cache.gather(jnp.clip(positions, 0, cache.capacity - 1)),
             count=count,
@@ -178,9 +181,7 @@ class Pausable(Wrapper[PausableState]):
             own=drafter_state, pending=replace(state.pending, count=jnp.zeros_like(count))
         )
 
-    def drafting_reads(
-        self, target: Target, state: PausableState | tuple[()] = (), cache: Any = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         if self.paused:
             return DraftingReads()
         return self.drafter.drafting_reads(target, state.own if state else (), cache)

@@ -309,28 +309,22 @@ def load_drafter(
     )
 
 
-def resolve(name: str) -> tuple[DraftingMethod, str]:
-    """Return the method of a name, with its settings, and the WHERE of the name.
+def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
+    """Return the method of a name, with its settings, the WHERE of the name, and the files there.
+
+    The files are None if they were not needed to recognise the method.
 
     Raises:
         InputError: There is no such method, or the method has no such setting.
 
     Examples:
-        >>> from specjax.drafters.registry import resolve
-        >>> method, where = resolve("moa,tli=2:runs/best")
+        >>> from specjax.drafters.registry import find
+        >>> method, where, _ = find("moa,tli=2:runs/best")
         >>> method.settings, where
         ({'tli': 2}, 'runs/best')
-        >>> resolve("moa,layers=2:runs/best")
+        >>> find("moa,layers=2:runs/best")
         Traceback (most recent call last):
         specjax.errors.InputError: drafter='moa,layers=2:runs/best': 'layers=2' is no setting ...
-    """
-    return find(name)[:2]
-
-
-def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
-    """Return the result of `resolve`, and the checkpoint's files.
-
-    The files are None if they were not needed to recognise the method.
     """
     if own_class := OWN_CLASS.fullmatch(name):
         return _method_of_class(name, own_class[1], own_class[2]), own_class[3], None

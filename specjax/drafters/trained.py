@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 
 from specjax import sharding
 from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, State, newest_of
-from specjax.drafters.draft_vocabulary import DraftVocabulary
+from specjax.drafters.candidates import Vocabulary
+from specjax.drafters.draft_vocabulary import DraftVocabulary, vocabulary_of
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models import checkpoint, directories, fingerprint, hub, huggingface
@@ -28,7 +29,7 @@ from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
-from specjax.models.fields import CheckpointError
+from specjax.models.fields import CheckpointError, Fields, JsonObject
 from specjax.models.params import Params
 from specjax.models.quantization import is_quantized, saved, schemes
 from specjax.models.transformer import States, Target, default_dtype
@@ -48,6 +49,12 @@ def open_drafter(path: str | Path | CheckpointFiles) -> CheckpointFiles:
     # Read first, so that a damaged file is reported before a wrong field.
     _ = (files.raw, files.shapes)
     return files
+
+
+def architectures_of(raw: Fields) -> list[str]:
+    """Return the architectures that a config.json names."""
+    names = raw.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 LEFT_OVER = ("*rotary_emb.inv_freq",)
@@ -96,11 +103,11 @@ class CheckpointFormat:
 
     title: str
     layouts: tuple[str, ...]
-    recognises: Callable[[Mapping[str, Any], Collection[str]], bool]
+    recognises: Callable[[Fields, Collection[str]], bool]
     read_config: Callable[..., Any]
     declare: Callable[[Any, str], Params]
     axis_units: Callable[[Any], Mapping[str, int]]
-    format_config: Callable[[Any, str, str, str], dict[str, Any]]
+    format_config: Callable[[Any, str, str, str], JsonObject]
     layout_of: Callable[[CheckpointFiles], str] | None = None
     left_over: Callable[[Any, CheckpointFiles], Collection[str]] = lambda config, stored: LEFT_OVER
     reduced_vocabulary: Callable[[Any], DraftVocabulary | None] = lambda config: None
@@ -350,14 +357,20 @@ class TrainedDrafter(Drafter[State]):
         """The units of the parameters' axes (see `sharding.partition`)."""
         return self.checkpoint_format.axis_units(self.config)
 
+    def embed(self, target: Target, tokens: jax.Array) -> jax.Array:
+        """Return the embeddings ``[..., H]`` of ``tokens``: the drafter's own or the target's."""
+        return self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
+
+    def vocabulary(self, target: Target) -> Vocabulary | None:
+        """Return the tokens that the drafter can draft; None is the target's vocabulary."""
+        return vocabulary_of(self.params, target)
+
     @property
     def own_weights(self) -> Params:
         """The parameters without an embedding, of which drafting reads only a few rows."""
         return {name: value for name, value in self.params.items() if name != "embed"}
 
-    def drafting_reads(
-        self, target: Target, state: State | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return all of its weights and the target's head, read in every level."""
         return DraftingReads(level=(self.own_weights, state, target.head_as_stored))
 
@@ -392,14 +405,9 @@ class TrainedDrafter(Drafter[State]):
 class NewestStateDrafter(TrainedDrafter[jax.Array]):
     """A drafter whose only memory is the target's hidden state at the newest token."""
 
-    @property
-    def target_hidden_size(self) -> int:
-        """The hidden size of the target."""
-        raise NotImplementedError
-
     def start(self, target: Target, batch: int, capacity: int) -> jax.Array:
         """Return zeros ``[B, H]``, the place of the target's state at each row's newest token."""
-        newest = jnp.zeros((batch, self.target_hidden_size), target.dtype)
+        newest = jnp.zeros((batch, target.config.hidden_size), target.dtype)
         return sharding.constrain(newest, ("batch", None), {}, self.mesh)
 
     def remote_inputs(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters.base import Committed, Drafter, DraftingReads
+from specjax.drafters.base import Committed, Drafter, DraftingReads, tokens_at, zeros_of
 from specjax.drafters.wrapper import Wrapper
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
@@ -175,12 +175,10 @@ class WithPrediction(Wrapper[WithPredictionState]):
             return draft, replace(state, own=drafter_state)
         steps = jnp.arange(self.draft_shape.depth)[None]
         positions = state.position[:, None] + steps
-        copied = _at(state.tokens, positions)
+        copied = tokens_at(state.tokens, positions)
         is_predicted = (positions < state.lengths[:, None]) & (steps < self.longest)
         copies = (active & state.fits)[:, None] & is_predicted[:, :1]
-        no_draft = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(lambda: propose()[0])
-        )
+        no_draft = zeros_of(lambda: propose()[0])
         # If every active row copies, the wrapped drafter need not run at all.
         draft = jax.lax.cond(
             jnp.all(copies[:, 0] | ~active), lambda: no_draft, lambda: propose()[0]
@@ -211,7 +209,7 @@ class WithPrediction(Wrapper[WithPredictionState]):
         steps = jnp.arange(new.shape[1])[None]
         positions = state.position[:, None] + steps
         matches = (
-            (_at(state.tokens, positions) == new)
+            (tokens_at(state.tokens, positions) == new)
             & (positions < state.lengths[:, None])
             & (steps < count[:, None])
         )
@@ -254,15 +252,8 @@ class WithPrediction(Wrapper[WithPredictionState]):
         """Let the wrapped drafter catch up; it must be a `specjax.drafters.pausable.Pausable`."""
         return replace(state, own=self.drafter.catch_up(target, state.own, tokens, cache))  # pyright: ignore[reportAttributeAccessIssue]
 
-    def drafting_reads(
-        self, target: Target, state: WithPredictionState | tuple[()] = (), cache: Any = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         return self.drafter.drafting_reads(target, state.own if state else (), cache)
-
-
-def _at(tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the tokens at ``positions [B, n]`` of ``tokens [B, P]``; arbitrary ones beyond P."""
-    return jnp.take_along_axis(tokens, jnp.clip(positions, 0, tokens.shape[1] - 1), axis=1)
 
 
 def _search(

@@ -8,7 +8,7 @@ import jax
 
 from specjax.drafters.base import Committed, Drafter, DraftingReads, RemoteFeatures, State
 from specjax.drafts.draft import Draft, Verdict
-from specjax.models.cache import Entry, KVCache, PagedCache
+from specjax.models.cache import Entries, Entry, KVCache, PagedCache
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
@@ -113,7 +113,7 @@ class Wrapper(Drafter[State]):
     ) -> dict[str, jax.Array]:
         return self.wrapped.remote_inputs(target, output, entries)
 
-    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
+    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> Entries:
         return self.wrapped.remote_entries(target, arrays)
 
     def append_remote(self, target: Target, state: State, told: RemoteFeatures) -> State:
@@ -127,7 +127,7 @@ class Wrapper(Drafter[State]):
         following: jax.Array,
         count: jax.Array,
         cache: Any = None,
-    ) -> tuple[State, tuple[Entry, ...]]:
+    ) -> tuple[State, Entries]:
         wrapped_state, entries = self.wrapped.append_unverified(
             target, self.own_state(state), tokens, following, count, cache
         )

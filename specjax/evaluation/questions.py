@@ -38,14 +38,13 @@ SPEC_BENCH = {
 }
 
 
-def read_questions(argument: str, name: str, per_category: int = 0) -> list[Question]:
+def read_questions(name: str, per_category: int = 0) -> list[Question]:
     """Read the questions of a file.
 
     The file has JSON lines with ``turns`` and an optional ``category``, or prompts as in
     `specjax.text.read_prompts`.
 
     Args:
-        argument: the name of the argument, for messages.
         name: the name of the file.
         per_category: how many questions of each category to return, the first ones; 0 for all.
 
@@ -55,7 +54,9 @@ def read_questions(argument: str, name: str, per_category: int = 0) -> list[Ques
     path = Path(name)
     records = list(text.read_json_lines(path)) if path.suffix == ".jsonl" and path.is_file() else []
     if not any(isinstance(record, dict) and "turns" in record for _, record in records):
-        questions = [Question(GENERAL, (prompt,)) for prompt in text.read_prompts(argument, name)]
+        questions = [
+            Question(GENERAL, (prompt,)) for prompt in text.read_prompts("questions", name)
+        ]
         return questions[: per_category or None]
     questions = []
     for line, record in records:

@@ -35,6 +35,9 @@ The tokens of a head are contiguous, as attention reads them, so that attention 
 copy.
 """
 
+Entries = tuple[Entry, ...]
+"""The entries of some layers, in the order of the layers."""
+
 ExtraTokens = tuple[Entry, jax.Array]
 """Tokens that a kernel attends to beside the cache, such as a draft's scratch: entry and mask.
 
@@ -62,7 +65,7 @@ def empty_entries(
     dtype: DTypeLike = jnp.float32,
     activations: DTypeLike | None = None,
     mesh: Mesh | None = None,
-) -> tuple[Entry, ...]:
+) -> Entries:
     """Return entries of zeros for ``slots`` committed or drafted tokens of each row.
 
     Args:
@@ -120,9 +123,7 @@ def num_slots(entries: Sequence[Entry]) -> int:
     return jax.tree.leaves(tuple(entries))[0].shape[2]
 
 
-def gather_entries(
-    entries: Sequence[Entry], indices: Int[Array, "B *heads n"]
-) -> tuple[Entry, ...]:
+def gather_entries(entries: Sequence[Entry], indices: Int[Array, "B *heads n"]) -> Entries:
     """Return the entries at each row's or each head's ``indices``, in that order.
 
     The entries at negative indices are arbitrary.
@@ -144,7 +145,7 @@ def _by_head(indices: Int[Array, "B *heads n"]) -> Int[Array, "B heads n"]:
 
 def place_entries(
     scratch: Sequence[Entry], new: Sequence[Entry], offset: ArrayLike, after: jax.Array
-) -> tuple[Entry, ...]:
+) -> Entries:
     """Return ``scratch`` with ``new`` entries at the slots from ``offset`` on of every row.
 
     For example, a draft model has read the nodes of depth 1, two of them in slots 0 and 1 of a
@@ -195,7 +196,7 @@ class KVCache:
             smaller ``length`` does not roll them back.
     """
 
-    layers: tuple[Entry, ...]
+    layers: Entries
     length: jax.Array
     states: tuple[State | None, ...] = ()
 
@@ -231,7 +232,7 @@ class KVCache:
         """The number of filled slots of each row. They are its first slots."""
         return self.length
 
-    def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
+    def gather(self, positions: Int[Array, "B *heads n"]) -> Entries:
         """Return the entries of the tokens at each row's or each head's ``positions``.
 
         See `gather_entries`.
@@ -279,7 +280,7 @@ def _chosen(values: tuple[Any, ...], layers: Sequence[int]) -> tuple[Any, ...]:
 
 def split_entries_and_states(
     states: tuple[State | None, ...], new: Sequence[Entry | State], count: Int[Array, " B"]
-) -> tuple[tuple[Entry, ...], tuple[State | None, ...]]:
+) -> tuple[Entries, tuple[State | None, ...]]:
     """Return the entries that go into slots, and the states after the first ``count [B]`` tokens.
 
     The entries of layers with a state are ``()``. A `State` in ``new`` is returned as it is.
@@ -330,7 +331,7 @@ class PagedCache:
         True
     """
 
-    layers: tuple[Entry, ...]
+    layers: Entries
     table: jax.Array
     length: jax.Array
     states: tuple[State | None, ...] = ()
@@ -394,7 +395,7 @@ class PagedCache:
             self, layers=_chosen(self.layers, layers), states=_chosen(self.states, layers)
         )
 
-    def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
+    def gather(self, positions: Int[Array, "B *heads n"]) -> Entries:
         """Return the entries at some positions; see `KVCache.gather`."""
         pages, slots = self._slots(_by_head(positions))
         return jax.tree.map(
@@ -512,7 +513,7 @@ class RingCache:
         states: as in `KVCache`; they include all tokens.
     """
 
-    layers: tuple[Entry, ...]
+    layers: Entries
     length: jax.Array
     base: jax.Array
     kept: int = struct.field(pytree_node=False)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from specjax.models.fields import CheckpointError, read_json, show
+from specjax.models.fields import CheckpointError, JsonObject, read_json, show
 from specjax.models.quantization import Form, float8, mxfp4, published
 from specjax.models.quantization.stored import StoredMatrix
 from specjax.models.torch_zip import TorchFile
@@ -55,7 +55,7 @@ class CheckpointFiles:
     directory: Path
     name: str = ""
     has_weights: bool = True
-    _parsed: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
+    _parsed: dict[str, JsonObject] = field(default_factory=dict, init=False, repr=False)
 
     def __fspath__(self) -> str:
         return str(self.directory)
@@ -65,7 +65,7 @@ class CheckpointFiles:
 
     # --- JSON files ---
 
-    def json(self, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    def json(self, name: str, default: JsonObject | None = None) -> JsonObject:
         """Return the object in the JSON file ``name``.
 
         Args:
@@ -82,7 +82,7 @@ class CheckpointFiles:
         return self._parsed[name]
 
     @cached_property
-    def raw(self) -> dict[str, Any]:
+    def raw(self) -> JsonObject:
         """The object in config.json.
 
         Raises:

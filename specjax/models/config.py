@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from specjax.errors import InputError
+from specjax.errors import InputError, check_minimum
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 Scoring = Literal["softmax", "sigmoid"]
@@ -160,15 +160,8 @@ class MoE:
     beside_mlp: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_experts",
-            "experts_per_token",
-            "intermediate_size",
-            "groups",
-            "groups_kept",
-        ):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        names = ("num_experts", "experts_per_token", "intermediate_size", "groups", "groups_kept")
+        check_minimum(1, self, names)
         if self.num_experts % self.groups:
             raise InputError(
                 f"num_experts={self.num_experts} is no multiple of groups={self.groups}: groups are"
@@ -224,9 +217,7 @@ class LinearAttention:
     by_key_head: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_minimum(1, self, ("key_heads", "value_heads", "key_dim", "value_dim"))
         if self.kernel < 2:
             raise InputError(f"kernel={self.kernel}: must be at least 2 tokens")
         if self.value_heads % self.key_heads:
@@ -384,7 +375,7 @@ class ModelConfig:
     linear_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
+        names = (
             "vocab_size",
             "hidden_size",
             "intermediate_size",
@@ -392,9 +383,8 @@ class ModelConfig:
             "num_heads",
             "num_kv_heads",
             "head_dim",
-        ):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        )
+        check_minimum(1, self, names)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}:"

@@ -5,7 +5,7 @@ field, its value and the remedy. `specjax.models.families` has the differences o
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,9 @@ from specjax.models.families.ropes import FULL, WINDOWED, format_rope, parse_rop
 from specjax.models.fields import (
     CheckpointError,
     Field,
+    Fields,
+    FieldTable,
+    JsonObject,
     check_fields,
     flag,
     mapping,
@@ -54,7 +57,7 @@ _ACTIVATIONS: dict[str, Activation] = {  # Hugging Face's name -> ours; the firs
 
 # The fields of every family's config.json. The bounds are far beyond any model, and small enough to
 # compute with.
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "vocab_size": whole(1, 10_000_000),
     "hidden_size": whole(1, 1_000_000),
     "intermediate_size": whole(1, 10_000_000),
@@ -85,7 +88,7 @@ _FIELDS: dict[str, Field] = {
     "torch_dtype": text(*_DTYPES, default=None),
     "quantization_config": mapping(default=None),
 }
-_GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_config.json
+_GENERATION: FieldTable = {"eos_token_id": _TOKENS}  # of generation_config.json
 
 
 def read_config(files: CheckpointFiles) -> ModelConfig:
@@ -104,7 +107,7 @@ def read_config(files: CheckpointFiles) -> ModelConfig:
     return replace(config, eos_token_ids=_eos_token_ids(eos, config.vocab_size, source))
 
 
-_PART: dict[str, Field] = {
+_PART: FieldTable = {
     "specjax_layers": Field(
         "two whole numbers, the first layer and the one after the last",
         lambda value: (
@@ -152,7 +155,7 @@ def check_whole(files: CheckpointFiles) -> None:
         raise parts.refusal(str(files.directory), part[0], read_config(files).num_layers)
 
 
-def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
+def parse_config(raw: JsonObject, source: str = "config.json") -> ModelConfig:
     """Return the `ModelConfig` of the fields of a config.json; ``source`` names it in errors.
 
     Raises:
@@ -176,7 +179,7 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
         raise CheckpointError(f"{source}: {_with_path(message, raw, family)}") from None
 
 
-def _with_path(message: str, raw: Mapping[str, Any], family: Family) -> str:
+def _with_path(message: str, raw: Fields, family: Family) -> str:
     """Return an error message, with the path to its field if the field is in a nested object."""
     if family.nested is None or not isinstance(raw.get(family.nested), dict):
         return message
@@ -186,7 +189,7 @@ def _with_path(message: str, raw: Mapping[str, Any], family: Family) -> str:
     return message if name[0] in family.said_of_whole(raw) else f"{family.nested}.{message}"
 
 
-def parse_drafter_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+def parse_drafter_config(raw: Fields, source: str = "config.json") -> ModelConfig:
     """Return the `ModelConfig` of a drafter's layers; arguments and errors as in `parse_config`.
 
     A drafter never ends a text, so its ``bos_token_id`` and ``eos_token_id`` are not used.
@@ -209,7 +212,7 @@ def parse_drafter_config(raw: Mapping[str, Any], source: str = "config.json") ->
     return parse_config({**raw, **replaced}, source)
 
 
-def family_of(raw: dict[str, Any], source: str) -> Family:
+def family_of(raw: JsonObject, source: str) -> Family:
     """Return the family that a config.json names.
 
     Args:
@@ -235,7 +238,7 @@ def family_of(raw: dict[str, Any], source: str) -> Family:
     ].of_file(raw)
 
 
-def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
+def _parse_common(fields: Fields, family: Family, source: str) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that all families parse in the same way."""
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     rope = Rope() if family.ropes_by_kind else parse_rope(fields, family.theta, family.turns_parts)
@@ -315,7 +318,7 @@ def _eos_token_ids(ids: int | list[int] | None, vocab_size: int, source: str) ->
 
 
 def _parse_windows(
-    fields: dict[str, Any], family: Family, max_positions: int, source: str
+    fields: Fields, family: Family, max_positions: int, source: str
 ) -> dict[str, Any]:
     """Return the fields of `ModelConfig` for sliding windows.
 
@@ -344,7 +347,7 @@ def _parse_windows(
     return {"sliding_window": window, "windowed_layers": windowed}
 
 
-def _layer_types(fields: dict[str, Any], family: Family) -> list[str] | None:
+def _layer_types(fields: Fields, family: Family) -> list[str] | None:
     """Return the kind of each layer, from ``layer_types`` or the family's pattern.
 
     It is None if there is neither.
@@ -365,7 +368,7 @@ def _layer_types(fields: dict[str, Any], family: Family) -> list[str] | None:
     return kinds
 
 
-def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+def format_config(config: ModelConfig, dtype: str) -> JsonObject:
     """Return the fields of config.json; `parse_config` reads them back to an equal `ModelConfig`.
 
     Raises:
@@ -413,7 +416,7 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return _check_said(config, raw)
 
 
-def _check_said(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
+def _check_said(config: ModelConfig, raw: JsonObject) -> JsonObject:
     """Return ``raw`` if ``config`` can be read back from it.
 
     Otherwise a property would be lost without a warning. Biases and norms of heads follow from the
@@ -456,9 +459,9 @@ def _check_windows(config: ModelConfig, family: Family) -> None:
         )
 
 
-def _format_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
+def _format_windows(config: ModelConfig, family: Family) -> JsonObject:
     """Return the fields of config.json that `_parse_windows` reads."""
-    raw: dict[str, Any] = {}
+    raw: JsonObject = {}
     if family.windows != "none":
         raw["sliding_window"] = config.sliding_window
     if family.window_switch:

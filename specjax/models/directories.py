@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 from specjax.models.checkpoint_files import CheckpointFiles
-from specjax.models.fields import CheckpointError, Field, check_fields, mapping, show
+from specjax.models.fields import CheckpointError, FieldTable, check_fields, mapping, show
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _QUANTIZED_BY_MODELOPT = "hf_quant_config.json"
-_QUANTIZATION: dict[str, Field] = {"quantization": mapping(default={})}
+_QUANTIZATION: FieldTable = {"quantization": mapping(default={})}
 
 
 def check(files: CheckpointFiles) -> None:

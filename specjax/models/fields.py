@@ -22,6 +22,13 @@ class CheckpointError(InputError):
     """A checkpoint that cannot be used; the message has the remedy."""
 
 
+JsonObject = dict[str, Any]
+"""The content of a JSON file such as config.json, or an object in it."""
+
+Fields = Mapping[str, Any]
+"""The values of fields, by their names. They are only read."""
+
+
 @dataclass(frozen=True)
 class Field:
     """The allowed values of one field.
@@ -35,6 +42,10 @@ class Field:
     expected: str
     accepts: Callable[[Any], bool]
     default: Any = REQUIRED
+
+
+FieldTable = dict[str, Field]
+"""The fields of an object, by their names."""
 
 
 def whole(low: int, high: int, default: Any = REQUIRED) -> Field:
@@ -93,7 +104,7 @@ _BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 60
 
 
 def check_fields(
-    raw: Mapping[str, Any], table: Mapping[str, Field], source: str, prefix: str = ""
+    raw: Fields, table: Mapping[str, Field], source: str, prefix: str = ""
 ) -> dict[str, Any]:
     """Return the value of every field of ``table``, with defaults filled in.
 
@@ -123,7 +134,7 @@ def check_fields(
     return values
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Return the object in a JSON file.
 
     Raises:

@@ -26,6 +26,7 @@ import numpy as np
 from specjax.models.fields import (
     CheckpointError,
     Field,
+    Fields,
     check_fields,
     flag,
     number,
@@ -142,7 +143,7 @@ def read_defaults(directory: Path) -> GenerationDefaults:
     return parse_defaults(read_json(path) if path.exists() else {}, str(path))
 
 
-def parse_defaults(raw: Mapping[str, Any], source: str = FILE) -> GenerationDefaults:
+def parse_defaults(raw: Fields, source: str = FILE) -> GenerationDefaults:
     """Return the sampling parameters in the fields of a generation_config.json.
 
     Args:

@@ -583,6 +583,6 @@ def shardings(declared: Any, mesh: Mesh, units: Mapping[str, int]) -> Any:
     return jax.tree.map(lambda param: param.place(mesh, units), declared)
 
 
-def count(params: Params) -> int:
+def count(params: Any) -> int:
     """Return the number of scalars in ``params``."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

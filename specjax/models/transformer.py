@@ -20,6 +20,7 @@ from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import (
     Cache,
+    Entries,
     Entry,
     KVCache,
     Memory,
@@ -299,9 +300,7 @@ class Target(OneLine):
         """
         return RingCache.around(self.new_cache(batch, slots), num_kept)
 
-    def new_scratch(
-        self, batch: int, slots: int, layers: tuple[int, int] | None = None
-    ) -> tuple[Entry, ...]:
+    def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> Entries:
         """Return empty entries for ``slots`` drafted tokens of each row.
 
         ``layers`` is a slice of the layers, as in `run`.

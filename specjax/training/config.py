@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from specjax.config import ConfigError
+from specjax.errors import check_minimum
 from specjax.training.methods import AnyMethod, Lm
 
 
@@ -132,9 +133,8 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ConfigError for values that are out of range or contradict each other."""
-        for name in ("steps", "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        counts = ("steps", "evaluate_every", "checkpoint_every")
+        check_minimum(1, self, counts, error=ConfigError)
         if not 0 <= self.seed < 2**63:  # the range of `specjax.sampling.make_key`
             raise ConfigError(
                 f"seed={self.seed}: must be a whole number, at least 0 and below 2**63"
@@ -143,11 +143,8 @@ class TrainConfig:
             raise ConfigError(
                 f"accumulate={self.accumulate}: must divide data.batch={self.data.batch}"
             )
-        if self.data.window < 2 or self.data.batch < 1:
-            raise ConfigError(
-                f"data.window={self.data.window}, data.batch={self.data.batch}: must be at least 2"
-                " and 1"
-            )
+        check_minimum(2, self.data, ["window"], "data.", ConfigError)
+        check_minimum(1, self.data, ["batch"], "data.", ConfigError)
         if not 0 < self.data.holdout < 1:
             raise ConfigError(f"data.holdout={self.data.holdout}: must be between 0 and 1")
         # `make_mesh` raises for sizes below 1.

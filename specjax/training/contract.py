@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax.config import ConfigError
+from specjax.errors import check_minimum
 from specjax.models.transformer import Target
 
 Batch = dict[str, jax.Array]
@@ -35,6 +36,12 @@ Examples:
 """
 
 Metrics = dict[str, jax.Array]
+
+Loss = tuple[jax.Array, Metrics]
+"""The loss of a step, and its metrics."""
+
+Windows = dict[str, np.ndarray]
+"""Packed windows: the arrays of a `Batch` that come from the data, with all rows."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,24 @@ class TrainingMethod:
                 "method.target='': this method learns from a target; give its directory or hub id"
             )
 
+    def check_minimum(self, minimum: int, *names: str) -> None:
+        """Raise ConfigError for the first of the named fields that is below the minimum."""
+        check_minimum(minimum, self, names, "method.", ConfigError)
+
+    def check_window(self, window: int, name: str, further: int = 2) -> None:
+        """Raise ConfigError if a window has no label as many tokens ahead as a field says.
+
+        Args:
+            window: the number of inputs T of a window.
+            name: the name of the field.
+            further: the number of tokens that a window needs in addition to the field.
+        """
+        if (value := getattr(self, name)) + further > window:
+            raise ConfigError(
+                f"method.{name}={value}: data.window={window} is too short; give at least"
+                f" {name} + {further}"
+            )
+
     def init(self, key: jax.Array, inputs: StudentInputs) -> Student:
         """Return a student with random weights. ``key`` is consumed.
 
@@ -153,10 +178,10 @@ class TrainingMethod:
         """
         raise NotImplementedError
 
-    def objective(
-        self, student: Any, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Any, batch: Batch, target: Any) -> Loss:
         """Return the loss of a step, and its metrics.
+
+        ``target`` is the frozen `Target`; it is None if the method does not learn from one.
 
         It must be a pure function. The target gets no gradient. The loss divides by all B*T
         positions (`losses.mean_over_positions`), the other metrics divide by the number of labels
@@ -164,7 +189,7 @@ class TrainingMethod:
         """
         raise NotImplementedError
 
-    def evaluation(self, student: Any, batch: Batch, target: Target | None) -> Metrics:
+    def evaluation(self, student: Any, batch: Batch, target: Any) -> Metrics:
         """Return the metrics of held-out windows, by default those of the objective."""
         return self.objective(student, batch, target)[1]
 

@@ -5,6 +5,7 @@ The order can be resumed at any batch.
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import grain
 import numpy as np
@@ -15,6 +16,7 @@ from specjax.progress import say
 from specjax.templates import with_template
 from specjax.training import chat, fingerprint
 from specjax.training.config import DataConfig
+from specjax.training.contract import Windows
 from specjax.training.documents import Document, read_documents
 from specjax.training.tokenizer import begin_token, encode_texts, read_tokenizer, train_tokenizer
 from specjax.training.written import WrittenTokens
@@ -46,7 +48,7 @@ def pack(
     window: int,
     masks: Sequence[np.ndarray] | None = None,
     begin: int | None = None,
-) -> dict[str, np.ndarray]:
+) -> Windows:
     """Concatenate documents and cut windows of ``window + 1`` tokens; neighbors share one token.
 
     The first token of a document does not follow from the document before it, so it does not count
@@ -93,7 +95,7 @@ def pack(
     return {name: array[useful] for name, array in packed.items()}
 
 
-def count_labels(packed: dict[str, np.ndarray], vocab: int) -> np.ndarray:
+def count_labels(packed: Windows, vocab: int) -> np.ndarray:
     """Count how often each token is a label that counts, ``[vocab]``."""
     return np.bincount(packed["tokens"][:, 1:][packed["loss_mask"]], minlength=vocab)
 
@@ -101,17 +103,17 @@ def count_labels(packed: dict[str, np.ndarray], vocab: int) -> np.ndarray:
 class PackedWindows(grain.sources.RandomAccessDataSource):
     """A grain source of packed windows: item ``i`` is row ``i`` of each array."""
 
-    def __init__(self, packed: dict[str, np.ndarray]) -> None:
+    def __init__(self, packed: Windows) -> None:
         self._packed = packed
 
     def __len__(self) -> int:
         return len(self._packed["tokens"])
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> Windows:
         return {name: array[index] for name, array in self._packed.items()}
 
 
-def batches(packed: dict[str, np.ndarray], batch: int, seed: int) -> grain.DatasetIterator:
+def batches(packed: Windows, batch: int, seed: int) -> grain.DatasetIterator:
     """Return an infinite iterator over batches, which are shuffled again in each epoch.
 
     Every bit of the seed counts. The state of the iterator is a small JSON object.
@@ -134,7 +136,7 @@ def batches(packed: dict[str, np.ndarray], batch: int, seed: int) -> grain.Datas
 
 def prepare(
     config: DataConfig, end: int | None = None, vocab: int | None = None
-) -> tuple[tokenizers.Tokenizer, dict[str, np.ndarray], dict[str, np.ndarray]]:
+) -> tuple[tokenizers.Tokenizer, Windows, Windows]:
     """Return the tokenizer, the training windows and the held-out windows of a `DataConfig`.
 
     The token that the tokenizer puts before every text separates texts. If it puts none, texts end
@@ -156,8 +158,38 @@ def prepare(
         raise ConfigError(
             f"data.source={config.source!r}: it has both texts and conversations; give one kind"
         )
-    if chats:
-        return _prepare_chats(config, train, held_out, vocab)
+    reader = _chat_reader(config) if chats else _text_reader(config, train, end)
+    _report_generated_tokens([*train, *held_out], reader.tokenizer_hash, config)
+    size = vocab or reader.vocab
+
+    def windows(documents: Sequence[Document]) -> Windows:
+        encoded = _sequences(documents, reader, size, config)
+        masks = [mask for _, mask in encoded]
+        return pack([ids for ids, _ in encoded], config.window, masks, reader.begin)
+
+    return reader.tokenizer, windows(train), windows(held_out)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """How the documents of a run are tokenized.
+
+    Attributes:
+        tokenizer: the tokenizer.
+        tokenizer_hash: the fingerprint of the tokenizer; None if the run trains the tokenizer.
+        vocab: the vocabulary size of the tokenizer.
+        begin: the token that begins each document; None without one.
+        encode: tokenizes documents.
+    """
+
+    tokenizer: tokenizers.Tokenizer
+    tokenizer_hash: str | None
+    vocab: int
+    begin: int | None
+    encode: Callable[[Sequence[Document]], list[chat.Encoded]]
+
+
+def _text_reader(config: DataConfig, train: Sequence[Document], end: int | None) -> _Reader:
     tokenizer_hash = None
     if config.tokenizer:
         loaded = read_tokenizer(config.tokenizer)
@@ -166,26 +198,16 @@ def prepare(
         end = end if loaded.eos_token_id is None else loaded.eos_token_id
     else:
         tokenizer = train_tokenizer([document.text or "" for document in train], config.vocab_size)
-    begin = begin_token(tokenizer)
 
     def encode(documents: Sequence[Document]) -> list[chat.Encoded]:
         encoded = encode_texts(tokenizer, [document.text or "" for document in documents], end)
         return [(ids, np.ones(len(ids), bool)) for ids in encoded]
 
-    _report_generated_tokens([*train, *held_out], tokenizer_hash, config)
-    size = vocab or tokenizer.get_vocab_size()
-
-    def windows(documents: Sequence[Document]) -> dict[str, np.ndarray]:
-        return _pack(
-            _sequences(documents, tokenizer_hash, size, config, encode), config.window, begin
-        )
-
-    return tokenizer, windows(train), windows(held_out)
+    vocab = tokenizer.get_vocab_size()
+    return _Reader(tokenizer, tokenizer_hash, vocab, begin_token(tokenizer), encode)
 
 
-def _prepare_chats(
-    config: DataConfig, train: Sequence[Document], held_out: Sequence[Document], vocab: int | None
-) -> tuple[tokenizers.Tokenizer, dict[str, np.ndarray], dict[str, np.ndarray]]:
+def _chat_reader(config: DataConfig) -> _Reader:
     if not config.tokenizer:
         raise ConfigError(
             "data.tokenizer='': conversations need a tokenizer with a chat template; name its"
@@ -204,38 +226,21 @@ def _prepare_chats(
         )
 
     tokenizer_hash = fingerprint.of_tokenizer(tokenizer)
-    _report_generated_tokens([*train, *held_out], tokenizer_hash, config)
-    size = vocab or len(tokenizer)
-
-    def windows(documents: Sequence[Document]) -> dict[str, np.ndarray]:
-        return _pack(
-            _sequences(documents, tokenizer_hash, size, config, encode),
-            config.window,
-            tokenizer.bos_token_id,
-        )
-
-    return tokenizer.backend_tokenizer, windows(train), windows(held_out)
-
-
-def _pack(encoded: Sequence[chat.Encoded], window: int, begin: int | None) -> dict[str, np.ndarray]:
-    return pack([ids for ids, _ in encoded], window, [mask for _, mask in encoded], begin)
+    begin = tokenizer.bos_token_id
+    return _Reader(tokenizer.backend_tokenizer, tokenizer_hash, len(tokenizer), begin, encode)
 
 
 def _sequences(
-    documents: Sequence[Document],
-    tokenizer_hash: str | None,
-    vocab: int,
-    config: DataConfig,
-    encode: Callable[[Sequence[Document]], list[chat.Encoded]],
+    documents: Sequence[Document], reader: _Reader, vocab: int, config: DataConfig
 ) -> list[chat.Encoded]:
     """Return the token sequences of documents in order, each with a mask of its labels.
 
     They are the generated tokens of a document if it has tokens of this tokenizer. Otherwise
-    ``encode`` tokenizes the document.
+    the reader tokenizes the document.
     """
-    encoded = iter(
-        encode([document for document in documents if _tokens_of(tokenizer_hash, document) is None])
-    )
+    tokenizer_hash = reader.tokenizer_hash
+    to_encode = [d for d in documents if _tokens_of(tokenizer_hash, d) is None]
+    encoded = iter(reader.encode(to_encode))
     sequences: list[chat.Encoded] = []
     previous = None
     for document in documents:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from specjax import sharding
 from specjax.drafters.base import Drafter
 from specjax.models import config_json, hub
+from specjax.models.params import count
 from specjax.models.transformer import Target
 from specjax.training.config import TrainConfig
 from specjax.training.contract import StudentInputs
@@ -135,33 +136,24 @@ def needs(config: TrainConfig) -> Needs:
         InputError: The configuration is invalid, or the target does not exist.
     """
     run = abstract_run(config)
-    method = config.method
-    state = run.state
-    target = run.target
-    batch = run.batch
-    student = run.state.student
+    state, target, student = run.state, run.target, run.state.student
     analysis = run.lower().compile().memory_analysis()
     temporary = int(analysis.temp_size_in_bytes) if analysis is not None else 0
     paths = {
         name_of(path): tuple(leaf.shape)
         for path, leaf in jax.tree_util.tree_leaves_with_path(student)
     }
-    trained = {
-        name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, method))
-    }
-    exported = (
-        sum(leaf.size for leaf in jax.tree.leaves(student))
-        * jnp.dtype(config.export_dtype).itemsize
-    )
+    trained = jax.tree_util.tree_leaves_with_path(trainable(student, config.method))
+    exported = count(student) * jnp.dtype(config.export_dtype).itemsize
     return Needs(
         student=paths,
-        frozen=frozenset(paths) - trained,
-        batch={name: tuple(leaf.shape) for name, leaf in batch.items()},
-        parameters=_count(student),
-        target_parameters=_count(target),
+        frozen=frozenset(paths) - {name_of(path) for path, _ in trained},
+        batch={name: tuple(leaf.shape) for name, leaf in run.batch.items()},
+        parameters=count(student),
+        target_parameters=count(target),
         memory={
             "target": _bytes(target),
-            "student": _bytes(state.student),
+            "student": _bytes(student),
             "optimiser": _bytes(state.optimizer),
             "inner values of a step, gradients among them, as compiled for"
             f" {jax.default_backend()}": temporary,
@@ -181,10 +173,6 @@ def _student(config: TrainConfig, target: Shapes, vocab: int) -> Any:
     if isinstance(student, Drafter):
         student.check(target)
     return cast(student, jnp.float32)
-
-
-def _count(tree: Shapes) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def _bytes(tree: Shapes) -> int:

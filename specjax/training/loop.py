@@ -32,7 +32,7 @@ from specjax.sampling import make_key
 from specjax.sharding import mesh_for
 from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
-from specjax.training.contract import Metrics, StudentInputs
+from specjax.training.contract import Metrics, StudentInputs, Windows
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import (
     TrainState,
@@ -109,10 +109,10 @@ def train(config: TrainConfig) -> Path:
             run_directory.MetricsLog(output, first) as log,
             waiting("training, compiling the first step", config.steps, first) as wait,
         ):
-            report = _Report(wait, config.mesh[0] * config.mesh[1])
             # A run that continues must not replace a better student of its earlier steps.
             best = max(map(method.goodness, log.values(best_metric)), default=-np.inf)
-            figures = _Figures(log, report, tokens_per_step)
+            devices = config.mesh[0] * config.mesh[1]
+            figures = _Figures(log, wait, tokens_per_step, devices)
             try:
                 for step in range(first + 1, config.steps + 1):
                     batch = make_batch(
@@ -122,7 +122,7 @@ def train(config: TrainConfig) -> Path:
                         run.mesh,
                     )
                     if step == first + 1:
-                        report.flops = flops_of_step(state, batch, target, **run.fixed)
+                        figures.flops = flops_of_step(state, batch, target, **run.fixed)
                     # Dispatched, not awaited: the host makes the next batch meanwhile.
                     state, metrics = train_step(state, batch, target, **run.fixed)
                     figures.add(step, metrics)
@@ -185,7 +185,7 @@ class _Run:
     tokenizer: tokenizers.Tokenizer
     tokenizer_directory: str
     iterator: grain.DatasetIterator
-    held_out: dict[str, np.ndarray]
+    held_out: Windows
     fixed: dict[str, Any]
 
 
@@ -270,7 +270,7 @@ def _is_stretched(earlier: ModelConfig, later: ModelConfig) -> bool:
     return earlier.rope.theta == later.rope.theta and earlier.max_positions <= later.max_positions
 
 
-def show_batch(tokenizer: tokenizers.Tokenizer, packed: dict[str, np.ndarray]) -> None:
+def show_batch(tokenizer: tokenizers.Tokenizer, packed: Windows) -> None:
     """Print the first window as text, with the labels that count in green.
 
     So the user can stop the run if the wrong words are green.
@@ -311,11 +311,19 @@ class _Figures:
     """The metrics of the steps, fetched one step late: after the next step has been dispatched.
 
     So the device has work while the host waits, writes metrics, and makes the next batch. The time
-    of a step is the time between two fetches. So the times add up to the time that has passed.
+    of a step is the time between two fetches. So the times add up to the time that has passed. The
+    progress line has the loss, tokens per second, and the share of the devices' peak FLOPS.
+
+    Attributes:
+        flops: the floating-point operations of a step.
     """
 
-    def __init__(self, log: run_directory.MetricsLog, report: "_Report", tokens: int) -> None:
-        self._log, self._report, self._tokens = log, report, tokens
+    def __init__(
+        self, log: run_directory.MetricsLog, wait: Wait, tokens: int, devices: int
+    ) -> None:
+        self.flops = 0.0
+        self._log, self._wait, self._tokens = log, wait, tokens
+        self._peak = chips.peak_flops(jax.devices()[0]) * devices
         self._pending: deque[tuple[int, Metrics]] = deque()
         self.restart()
 
@@ -341,22 +349,9 @@ class _Figures:
         self._pending.popleft()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        self._report(step, values["loss"], self._tokens, seconds)
-        self._log.write({"step": step, **values, "tokens_per_s": round(self._tokens / seconds)})
-
-
-class _Report:
-    """The progress line: the loss, tokens per second, and the share of the devices' peak FLOPS.
-
-    Attributes:
-        flops: the floating-point operations of a step.
-    """
-
-    def __init__(self, wait: Wait, devices: int) -> None:
-        self.flops = 0.0
-        self._wait = wait
-        self._peak = chips.peak_flops(jax.devices()[0]) * devices
-
-    def __call__(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        speed = f"{tokens / seconds:,.0f} tokens/s, {self.flops / seconds / self._peak:.0%} of peak"
-        self._wait.update(what=f"training, loss {loss:.3f}, {speed}: step", done=step)
+        rate, share = self._tokens / seconds, self.flops / seconds / self._peak
+        what = (
+            f"training, loss {values['loss']:.3f}, {rate:,.0f} tokens/s, {share:.0%} of peak: step"
+        )
+        self._wait.update(what=what, done=step)
+        self._log.write({"step": step, **values, "tokens_per_s": round(rate)})

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import sharding
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Metrics, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, TrainingMethod, Windows
 
 _EVALUATION_WINDOWS = 64
 
@@ -49,8 +49,7 @@ def initial_state(
     state = _first_state(method, student, optimizer)
     if mesh is None:
         return state
-    state = jax.tree.map(partial(_onto, mesh), state)
-    return replace(state, places=tuple(leaf.sharding for leaf in jax.tree.leaves(state)))
+    return _with_places(jax.tree.map(lambda leaf: sharding.put(leaf, _place_of(mesh, leaf)), state))
 
 
 def _first_state(
@@ -85,13 +84,12 @@ def abstract_state(
         shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter_place)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_place_of(mesh, shape))
 
-    state = jax.tree_util.tree_map_with_path(place, state)
+    return _with_places(jax.tree_util.tree_map_with_path(place, state))
+
+
+def _with_places(state: TrainState) -> TrainState:
+    """Return a sharded state that notes its shardings."""
     return replace(state, places=tuple(leaf.sharding for leaf in jax.tree.leaves(state)))
-
-
-def _onto(mesh: Mesh, leaf: jax.Array) -> jax.Array:
-    """Shard a leaf over the mesh."""
-    return sharding.put(leaf, _place_of(mesh, leaf))
 
 
 def _place_of(mesh: Mesh, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
@@ -114,7 +112,7 @@ def _place_of(mesh: Mesh, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedShardi
 
 
 def make_batch(
-    windows: dict[str, np.ndarray], key: jax.Array, progress: float, mesh: Mesh | None = None
+    windows: Windows, key: jax.Array, progress: float, mesh: Mesh | None = None
 ) -> Batch:
     """Return the `Batch` of packed windows. On a mesh its rows are sharded over ``data``."""
     batch: Batch = {**windows, "key": key, "progress": np.float32(progress)}  # pyright: ignore[reportAssignmentType]
@@ -158,7 +156,7 @@ def train_step(
     """
     trained = trainable(state.student, method)
 
-    def loss(trained: Any, part: Batch) -> tuple[jax.Array, Metrics]:
+    def loss(trained: Any, part: Batch) -> Loss:
         # The cast is differentiated, too, so that the gradients have the weights' own type.
         student = cast(_with(trained, state.student), compute_dtype)
         return method.objective(student, part, target)
@@ -270,7 +268,7 @@ def _evaluate_batch(
 
 def evaluate(
     student: Any,
-    packed: dict[str, np.ndarray],
+    packed: Windows,
     batch: int,
     target: Target | None,
     method: TrainingMethod,

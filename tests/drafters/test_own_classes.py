@@ -18,7 +18,7 @@ from flax import struct
 import specjax
 from specjax.decoding import rows
 from specjax.drafters import Draft, Drafter, TrainedDrafter, registry
-from specjax.drafters.registry import load_drafter, resolve
+from specjax.drafters.registry import find, load_drafter
 from specjax.errors import InputError
 from tests.conftest import tiny_config, tiny_target
 from tests.drafters.test_new_drafter import Wizard
@@ -46,7 +46,7 @@ def install(monkeypatch, folder: Path, points: str, **modules: str) -> None:
 def test_a_class_that_can_be_imported_is_named_with_its_checkpoint(checkpoint) -> None:
     drafter = load_drafter(f"{CLASS}@{checkpoint}", "chain:2", tiny_config(), jnp.float32)
     assert isinstance(drafter, Wizard) and drafter.draft == specjax.Chain(2)
-    method, where = resolve(f"{CLASS}@{checkpoint}")
+    method, where, _ = find(f"{CLASS}@{checkpoint}")
     assert (method.trained, where) == (Wizard, str(checkpoint))
 
 

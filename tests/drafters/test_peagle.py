@@ -310,7 +310,7 @@ def test_layers_are_named_as_each_reader_counts_them(target, tmp_path) -> None:
 @pytest.mark.parametrize("layout", PEagle.layouts)
 def test_it_is_recognised_before_eagle3(layout, target, tmp_path) -> None:
     drafter(target).save_pretrained(tmp_path, layout=layout)
-    method, _ = registry.resolve(str(tmp_path))
+    method, *_ = registry.find(str(tmp_path))
     assert method.trained is PEagle
     raw = json.loads((tmp_path / "config.json").read_text())
     # The tensors of a checkpoint on the hub are not known yet.
@@ -319,7 +319,7 @@ def test_it_is_recognised_before_eagle3(layout, target, tmp_path) -> None:
         {"architectures": ["LlamaForCausalLMEagle3"]}, ["mask_hidden"]
     )
     Eagle3.init(tiny_target(), jax.random.key(0)).save_pretrained(tmp_path / "eagle3")
-    assert registry.resolve(str(tmp_path / "eagle3"))[0].trained is Eagle3
+    assert registry.find(str(tmp_path / "eagle3"))[0].trained is Eagle3
 
 
 def change(directory: Path, copy: Path, spoil=None, drop=(), **fields) -> Path:

@@ -115,14 +115,14 @@ def test_a_checkpoint_that_no_method_knows(tmp_path) -> None:
 )
 def test_settings_that_a_name_cannot_have_are_refused(name, message) -> None:
     with pytest.raises(InputError, match=message):
-        registry.resolve(name)
+        registry.find(name)
 
 
 def test_a_directory_may_have_commas_in_its_name(tmp_path) -> None:
     for place in ("moa,tli=1", "draft,new"):
         tiny_target(num_layers=1).save_pretrained(tmp_path / place)
         assert isinstance(load_drafter(str(tmp_path / place), Chain(2), tiny_config()), DraftModel)
-    method, where = registry.resolve("moa,tli=1:runs/a,b=c:d")
+    method, where, _ = registry.find("moa,tli=1:runs/a,b=c:d")
     assert (method.settings, where) == ({"tli": 1}, "runs/a,b=c:d")
     assert registry.METHODS["moa"].settings == {}
 

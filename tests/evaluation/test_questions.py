@@ -17,13 +17,13 @@ def test_questions_keep_their_turns_and_their_kind(tmp_path) -> None:
         {"question_id": 4, "category": "novel kind", "turns": ["Try."]},
     ]
     file.write_text("\n".join(map(json.dumps, records)) + "\n\n")
-    assert read_questions("questions", str(file)) == [
+    assert read_questions(str(file)) == [
         Question("mt-bench", ("Write.", "Again.")),
         Question("mt-bench", ("Code.",)),
         Question("retrieval", ("Look it up.",)),
         Question("novel kind", ("Try.",)),
     ]
-    assert [question.category for question in read_questions("questions", str(file), 1)] == [
+    assert [question.category for question in read_questions(str(file), 1)] == [
         "mt-bench",
         "retrieval",
         "novel kind",
@@ -34,11 +34,11 @@ def test_prompts_are_questions_of_one_turn(tmp_path) -> None:
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
     for name in ("prompts.txt", "prompts.jsonl"):
-        assert read_questions("questions", str(tmp_path / name)) == [
+        assert read_questions(str(tmp_path / name)) == [
             Question(GENERAL, ("one",)),
             Question(GENERAL, ("two",)),
         ]
-    assert len(read_questions("questions", str(tmp_path / "prompts.txt"), 1)) == 1
+    assert len(read_questions(str(tmp_path / "prompts.txt"), 1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -47,4 +47,4 @@ def test_prompts_are_questions_of_one_turn(tmp_path) -> None:
 def test_a_line_that_is_no_question_is_named(line, tmp_path) -> None:
     (tmp_path / "question.jsonl").write_text('{"turns": ["fine"]}\n' + line + "\n")
     with pytest.raises(InputError, match=r"question\.jsonl:2: (it is )?not (a )?JSON"):
-        read_questions("questions", str(tmp_path / "question.jsonl"))
+        read_questions(str(tmp_path / "question.jsonl"))

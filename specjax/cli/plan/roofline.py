@@ -18,7 +18,7 @@ from specjax.cli.plan.options import (
     save_plot,
 )
 from specjax.drafters import TrainedDrafter, check_vocabulary
-from specjax.drafters.registry import METHODS, resolve
+from specjax.drafters.registry import METHODS, find
 from specjax.errors import InputError
 from specjax.lowering import abstract
 from specjax.models.config import ModelConfig
@@ -155,7 +155,7 @@ def _find_drafter(
     name, on_one = config.drafter, abstract.abstract_model(target, make_mesh(1, 1))
     method, where = METHODS.get(name), name
     if is_checkpoint(name):
-        method, where = resolve(name)
+        method, where, _ = find(name)
     if method is None or method.translates:
         model = find_model("drafter", where)
         if not name.startswith("draft-model-intersect:"):  # intersect accepts any vocabulary

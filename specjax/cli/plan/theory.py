@@ -72,7 +72,7 @@ def run_theory(config: TheoryConfig) -> None:
         save_plot(console, figure, config.plot)
 
 
-def _table(config: TheoryConfig, cost: float, best: theory.Choice) -> Table:
+def _table(config: TheoryConfig, cost: float, best: theory.GammaChoice) -> Table:
     """Return a table of tokens, speed-up, operations and target reads. It marks the best length."""
     alpha, operations = config.alpha, cost if config.operations is None else config.operations
     title = f"alpha = {alpha:g}, c = {cost:g}, c-hat = {operations:g}"

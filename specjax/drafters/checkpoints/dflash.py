@@ -11,13 +11,13 @@ The layouts number the target's layers in two ways. Here a tap is the index of a
 is read, as in speculators. The other layouts name the layer before it, whose *output* that is.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+from specjax.drafters.checkpoints import speculators
 from specjax.drafters.checkpoints.dflash_config import DFlashConfig, Markov, declare, default_taps
 from specjax.drafters.draft_vocabulary import DraftVocabulary
-from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, TrainedDrafter
+from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, TrainedDrafter, architectures_of
 from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models.checkpoint_files import CheckpointFiles
@@ -25,6 +25,9 @@ from specjax.models.config import ModelConfig
 from specjax.models.fields import (
     CheckpointError,
     Field,
+    Fields,
+    FieldTable,
+    JsonObject,
     check_fields,
     flag,
     mapping,
@@ -40,18 +43,17 @@ Kind = Literal["dflash", "dspark", "dflash2"]
 # --- reading --------------------------------------------------------------------------------------
 
 
-def layout_of(raw: Mapping[str, Any]) -> str | None:
+def layout_of(raw: Fields) -> str | None:
     """Return the layout of a config.json; None if it belongs to no such drafter."""
     if raw.get("speculators_model_type") in get_args(Kind):
         return "speculators"
-    architectures = raw.get("architectures")
-    architectures = architectures if isinstance(architectures, list) else []
+    architectures = architectures_of(raw)
     if "DFlashDraftModel" in architectures or "DFlash2DraftModel" in architectures:
         return "dflash"
     return "deepspec" if "Qwen3DSparkModel" in architectures else None
 
 
-def kind_of(raw: Mapping[str, Any]) -> Kind | None:
+def kind_of(raw: Fields) -> Kind | None:
     """Return the kind of drafter that a config.json describes; None if it is none of these.
 
     DeepSpec writes its DFlash drafters as DSpark drafters without heads.
@@ -66,24 +68,13 @@ def kind_of(raw: Mapping[str, Any]) -> Kind | None:
     return None
 
 
-def _layer_numbers(lowest: int) -> Field:
-    def accepts(value: Any) -> bool:
-        return (
-            type(value) is list
-            and 0 < len(value) <= 64
-            and all(type(i) is int and lowest <= i < 10_000 for i in value)
-        )
-
-    return Field("a list of at most 64 layer numbers", accepts, None)
-
-
-_HEADS: dict[str, Field] = {
+_HEADS: FieldTable = {
     "markov_rank": whole(0, 1_000_000, default=0),
     "markov_head_type": text(*get_args(Markov), default="vanilla"),
     "enable_confidence_head": flag(default=False),
     "confidence_head_with_markov": flag(default=False),
 }
-_OF_DFLASH2: dict[str, Field] = {
+_OF_DFLASH2: FieldTable = {
     "conv_kernel_size": whole(1, 4096),
     "conv_group_size": whole(1, 1_000_000),
     "selector_rank": whole(1, 1_000_000),
@@ -95,7 +86,7 @@ _PUBLISHED = {
     "selector_rank": 256,
     "selector_top_k": 16,
 }
-_FIELDS: dict[str, dict[str, Field]] = {
+_FIELDS: dict[str, FieldTable] = {
     "dflash": {
         "block_size": whole(1, 4096, default=None),
         "is_causal": flag(default=None),
@@ -106,27 +97,27 @@ _FIELDS: dict[str, dict[str, Field]] = {
         "block_size": whole(1, 4096, default=8),
         "draft_vocab_size": whole(1, 10_000_000, default=32_000),
         "target_hidden_size": whole(1, 1_000_000, default=None),
-        "aux_hidden_state_layer_ids": _layer_numbers(0),
+        "aux_hidden_state_layer_ids": speculators.layer_numbers(0),
         "mask_token_id": whole(0, 10_000_000),
         "transformer_layer_config": mapping(),
     },
     "deepspec": {
         "block_size": whole(1, 4096),
         "mask_token_id": whole(0, 10_000_000),
-        "target_layer_ids": _layer_numbers(-1),
+        "target_layer_ids": speculators.layer_numbers(-1),
         "num_target_layers": whole(1, 10_000, default=None),
         **_HEADS,
     },
 }
-_NESTED: dict[str, Field] = {  # the fields in dflash_config
+_NESTED: FieldTable = {  # the fields in dflash_config
     "mask_token_id": whole(0, 10_000_000),
-    "target_layer_ids": _layer_numbers(-1),
+    "target_layer_ids": speculators.layer_numbers(-1),
     "block_size": whole(1, 4096, default=None),  # newer files have it here
     "causal_head": flag(default=None),
     "causal": flag(default=None),
     "target_hidden_size": whole(1, 1_000_000, default=None),
 }
-_FACTORS: dict[str, Field] = {  # z-lab's code looks for them in dflash_config first, then beside it
+_FACTORS: FieldTable = {  # z-lab's code looks for them in dflash_config first, then beside it
     "input_embedding_scale": number(1e-6, 1e6, default=None),
     "output_multiplier": number(1e-6, 1e6, default=None),
     "final_logit_softcapping": Field(
@@ -135,7 +126,7 @@ _FACTORS: dict[str, Field] = {  # z-lab's code looks for them in dflash_config f
         None,
     ),
 }
-_NO_FACTORS: dict[str, Field] = {  # for layouts whose own code does not read these fields
+_NO_FACTORS: FieldTable = {  # for layouts whose own code does not read these fields
     "input_embedding_scale": Field("1 in this layout", lambda value: value == 1, None),
     "output_multiplier": Field("1 in this layout", lambda value: value == 1, None),
     "final_logit_softcapping": Field("null or 0 in this layout", lambda value: value == 0, None),
@@ -144,16 +135,6 @@ _NO_FACTORS: dict[str, Field] = {  # for layouts whose own code does not read th
 
 def _is_cap(value: float) -> bool:
     return value == 0 or 1e-6 <= value <= 1e6  # in z-lab's code 0 means no bound
-
-
-_QWEN3 = {  # speculators omits values that equal transformers' defaults
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-}
 
 
 def read_config(stored: CheckpointFiles) -> DFlashConfig:
@@ -205,7 +186,7 @@ def read_config(stored: CheckpointFiles) -> DFlashConfig:
     return config
 
 
-def _read_qwen3(fields: dict[str, Any], stored: CheckpointFiles, layout: str) -> dict[str, Any]:
+def _read_qwen3(fields: Fields, stored: CheckpointFiles, layout: str) -> dict[str, Any]:
     """Return the configuration's fields for the layouts of z-lab and DeepSpec."""
     layer = config_json.parse_drafter_config(dict(stored.raw), stored.file)
     layout_fields = (
@@ -219,9 +200,7 @@ def _read_qwen3(fields: dict[str, Any], stored: CheckpointFiles, layout: str) ->
     }
 
 
-def _read_zlab(
-    fields: dict[str, Any], layer: ModelConfig, stored: CheckpointFiles
-) -> dict[str, Any]:
+def _read_zlab(fields: Fields, layer: ModelConfig, stored: CheckpointFiles) -> dict[str, Any]:
     is_dflash2 = kind_of(stored.raw) == "dflash2"
     nested = check_fields(
         fields["dflash_config"],
@@ -279,7 +258,7 @@ def _read_factors(stored: CheckpointFiles) -> dict[str, float | None]:
     }
 
 
-def _read_deepspec(fields: dict[str, Any], stored: CheckpointFiles) -> dict[str, Any]:
+def _read_deepspec(fields: Fields, stored: CheckpointFiles) -> dict[str, Any]:
     if fields["target_layer_ids"] is None:
         raise CheckpointError(
             f"{stored.file}: target_layer_ids is missing: give the target's layers that are read"
@@ -297,9 +276,11 @@ def _taps(outputs: list[int]) -> tuple[int, ...]:
     return tuple(number + 1 for number in outputs)
 
 
-def _read_speculators(fields: dict[str, Any], stored: CheckpointFiles) -> dict[str, Any]:
+def _read_speculators(fields: Fields, stored: CheckpointFiles) -> dict[str, Any]:
     layer_fields = fields["transformer_layer_config"]
-    raw = _with_windows({**_QWEN3, "model_type": "qwen3", **layer_fields})
+    raw = _with_windows(
+        {**speculators.LAYER_DEFAULTS["qwen3"], "model_type": "qwen3", **layer_fields}
+    )
     layer = config_json.parse_drafter_config(raw, f"{stored.file}: transformer_layer_config")
     kind = kind_of(stored.raw)
     _check_hidden(fields["target_hidden_size"], layer, stored)
@@ -325,7 +306,7 @@ def _read_speculators(fields: dict[str, Any], stored: CheckpointFiles) -> dict[s
     }
 
 
-def _speculators_fields(kind: Kind | None) -> dict[str, Field]:
+def _speculators_fields(kind: Kind | None) -> FieldTable:
     """Return the fields whose defaults depend on the kind of drafter."""
     fields = {
         "sample_from_anchor": flag(kind == "dspark"),
@@ -348,7 +329,7 @@ def _speculators_fields(kind: Kind | None) -> dict[str, Field]:
     return fields
 
 
-def _with_windows(raw: dict[str, Any]) -> dict[str, Any]:
+def _with_windows(raw: JsonObject) -> JsonObject:
     """Return ``raw`` with the windows that ``layer_types`` names, as speculators reads it.
 
     All other fields about windows are ignored. A window that is longer than any text still makes
@@ -364,7 +345,7 @@ def _with_windows(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"use_sliding_window": True, "sliding_window": window}
 
 
-def _read_heads(fields: dict[str, Any]) -> dict[str, Any]:
+def _read_heads(fields: Fields) -> dict[str, Any]:
     return {
         "markov_rank": fields["markov_rank"],
         "markov": fields["markov_head_type"],
@@ -384,7 +365,7 @@ def _check_hidden(size: int | None, layer: ModelConfig, stored: CheckpointFiles)
         )
 
 
-def _check_parts(config_fields: Mapping[str, Any], stored: CheckpointFiles) -> None:
+def _check_parts(config_fields: Fields, stored: CheckpointFiles) -> None:
     """Raise a CheckpointError if config.json and the tensors disagree about a part of the drafter.
 
     Without this check the part would be ignored silently.
@@ -448,7 +429,7 @@ def _read_dspark(stored: CheckpointFiles) -> DFlashConfig:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json in ``layout``.
 
     The arguments are those of `TrainedDrafter.save_pretrained`.
@@ -465,7 +446,7 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
             f"layout={layout!r}: it cannot express {', '.join(unsupported)}: write it as"
             " 'speculators'"
         )
-    nested: dict[str, Any] = {
+    nested: JsonObject = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [tap - 1 for tap in config.taps],
     }
@@ -490,7 +471,7 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
             | size
             | {
                 "architectures": ["DFlash2DraftModel"],
-                "dflash_config": size | nested | _dflash2_of(config),
+                "dflash_config": size | nested | config.of_dflash2,
             }
         )
     return raw | size | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
@@ -516,7 +497,7 @@ def _unsaid(config: DFlashConfig, layout: str) -> dict[str, bool]:
     }
 
 
-def _heads_of(config: DFlashConfig) -> dict[str, Any]:
+def _heads_of(config: DFlashConfig) -> JsonObject:
     return {
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov,
@@ -525,11 +506,7 @@ def _heads_of(config: DFlashConfig) -> dict[str, Any]:
     }
 
 
-def _dflash2_of(config: DFlashConfig) -> dict[str, int]:
-    return {name: getattr(config, name) for name in _OF_DFLASH2}
-
-
-def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> dict[str, Any]:
+def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> JsonObject:
     if config.causal or (config.layer.windowed_layers and not config.window_of_block):
         if config.causal:
             what = "a block that is causal in every layer"
@@ -558,16 +535,8 @@ def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> dict[s
         "sample_from_anchor": config.from_anchor,
         "sliding_window_non_causal": not config.causal_in_window,
         **(_heads_of(config) if config.has_heads else {}),
-        **(_dflash2_of(config) if config.has_selector else {}),
-        "transformer_layer_config": config_json.format_config(config.layer, dtype),
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.depth}],
-            "verifier": {"name_or_path": target or None, "architectures": []},
-        },
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        **(config.of_dflash2 if config.has_selector else {}),
+        **speculators.format_common(config.layer, kind, config.depth, dtype, target),
     }
 
 
@@ -581,11 +550,7 @@ DFLASH = CheckpointFormat(
     declare=declare,
     axis_units=lambda config: config.layer.axis_units | {"draft_vocab": config.draft_vocab_size},
     format_config=format_config,
-    left_over=lambda config, stored: (
-        *LEFT_OVER,
-        "verifier_norm.weight",
-        "verifier_lm_head.weight",
-    ),
+    left_over=lambda config, stored: LEFT_OVER + speculators.LEFT_OVER,
     reduced_vocabulary=DraftVocabulary.of,
 )
 DFLASH2: CheckpointFormat = replace(

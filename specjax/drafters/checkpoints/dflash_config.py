@@ -118,18 +118,19 @@ class DFlashConfig:
                     f"{name}={value}: it is for a drafter that uses its target's embedding and"
                     " head; leave it out"
                 )
-        if any(self._of_dflash2.values()):
+        if any(self.of_dflash2.values()):
             self._check_dflash2()
 
     @property
-    def _of_dflash2(self) -> dict[str, int]:
+    def of_dflash2(self) -> dict[str, int]:
+        """The fields that only a DFlash2 has."""
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         return {name: getattr(self, name) for name in names}
 
     def _check_dflash2(self) -> None:
-        size, group, _, top_k = self._of_dflash2.values()
-        if min(self._of_dflash2.values()) < 1:
-            stated = ", ".join(f"{name}={value}" for name, value in self._of_dflash2.items())
+        size, group, _, top_k = self.of_dflash2.values()
+        if min(self.of_dflash2.values()) < 1:
+            stated = ", ".join(f"{name}={value}" for name, value in self.of_dflash2.items())
             raise InputError(
                 f"{stated}: a DFlash2 has convolutions and a selector; each must be at least 1"
             )

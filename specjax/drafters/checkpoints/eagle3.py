@@ -9,20 +9,30 @@ writes config.json in the first layout and names in the second. NVIDIA's drafter
 have no ``lm_head``, or no ``fc``: the latter read the target's last hidden state.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
+from specjax.drafters.checkpoints import speculators
 from specjax.drafters.draft_vocabulary import DraftVocabulary, declare_d2t
-from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, TrainedDrafter
+from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, TrainedDrafter, architectures_of
 from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models import params as declarations
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    Fields,
+    FieldTable,
+    JsonObject,
+    check_fields,
+    flag,
+    mapping,
+    whole,
+)
 from specjax.models.params import Param, Params, matrix, norm
 
 _FIRST_LAYER: dict[str, str] = {"eagle3": "midlayer.", "speculators": "layers.0."}
@@ -133,10 +143,7 @@ def declare(config: Eagle3Config, layout: str) -> Params:
     for name in ("q", "k", "v"):  # they read the embedding and the state
         inputs, outputs = layers[0][name].shape
         layers[0][name] = replace(layers[0][name], shape=(2 * inputs, outputs))
-    tree: Params = {
-        "layers": layers,
-        "norm": norm("norm", hidden),
-    }
+    tree: Params = {"layers": layers, "norm": norm("norm", hidden)}
     if config.tap_count:
         tree["fc"] = matrix("fc", (fused, None), (hidden, None))
     if config.own_head:
@@ -159,12 +166,9 @@ def declare(config: Eagle3Config, layout: str) -> Params:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is an EAGLE-3 drafter's; see `CheckpointFormat`."""
-    architectures = raw.get("architectures")
-    by_name = isinstance(architectures, list) and any(
-        "eagle3" in str(name).lower() for name in architectures
-    )
+    by_name = any("eagle3" in name.lower() for name in architectures_of(raw))
     return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
 
 
@@ -173,63 +177,29 @@ def layout_of(stored: CheckpointFiles) -> str:
     return "eagle3" if "midlayer.self_attn.q_proj.weight" in stored.shapes else "speculators"
 
 
-def _ids(default: Any = None) -> Field:
-    def accepts(value: Any) -> bool:
-        return (
-            isinstance(value, list)
-            and 0 < len(value) <= 64
-            and all(type(i) is int and -1 <= i < 10_000 for i in value)
-        )
-
-    return Field("a list of at most 64 layer numbers", accepts, default)
-
-
-def _is_no(value: Any) -> bool:
-    return value is False
-
-
-_FLAGS: dict[str, Field] = {
+_FLAGS: FieldTable = {
     name: flag(default=False)
     for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 }
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "draft_vocab_size": whole(1, 10_000_000, default=None),
     "target_hidden_size": whole(1, 1_000_000, default=None),
-    "eagle_aux_hidden_state_layer_ids": _ids(),
+    "eagle_aux_hidden_state_layer_ids": speculators.layer_numbers(-1),
     "eagle_config": mapping(default=None),
     "transformer_layer_config": mapping(default=None),
 }
-_NESTED: dict[str, Field] = {  # the fields in eagle_config
+_NESTED: FieldTable = {  # the fields in eagle_config
     "use_aux_hidden_state": flag(default=True),
     "return_hidden_post_norm": flag(default=False),
     "eh_proj_before_attn": Field(
         "left out, or false: one projection of state and embedding is another drafter",
-        _is_no,
+        lambda value: value is False,
         False,
     ),
 }
-_LAYER_DEFAULTS: dict[
-    str, dict[str, Any]
-] = {  # speculators omits values that equal transformers' defaults
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "qwen3": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    },
-}
 
 
-def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> Eagle3Config:
+def read_config(stored: CheckpointFiles, raw: JsonObject | None = None) -> Eagle3Config:
     """Return the configuration of a checkpoint in either layout.
 
     Args:
@@ -254,7 +224,7 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
     else:
         kind = layer_fields.get("model_type", "qwen3")  # as speculators reads it
         layer = config_json.parse_drafter_config(
-            {**_LAYER_DEFAULTS.get(kind, {}), "model_type": kind, **layer_fields},
+            {**speculators.LAYER_DEFAULTS.get(kind, {}), "model_type": kind, **layer_fields},
             f"{source}: transformer_layer_config",
         )
     first = _FIRST_LAYER[layout]
@@ -303,16 +273,14 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
 _NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 
 
-def _read_taps(
-    fields: Mapping[str, Any], nested: Mapping[str, Any], source: str
-) -> tuple[int, ...] | None:
+def _read_taps(fields: Fields, nested: Fields, source: str) -> tuple[int, ...] | None:
     """Return the layers whose input is read.
 
     ``eagle_config`` names the layers whose output is read.
     """
     if (inputs := fields["eagle_aux_hidden_state_layer_ids"]) is not None:
         return tuple(inputs)
-    table = {"eagle_aux_hidden_state_layer_ids": _ids()}
+    table = {"eagle_aux_hidden_state_layer_ids": _FIELDS["eagle_aux_hidden_state_layer_ids"]}
     checked = check_fields(nested, table, source, "eagle_config.")
     outputs = checked["eagle_aux_hidden_state_layer_ids"]
     return None if outputs is None else tuple(layer + 1 for layer in outputs)
@@ -321,13 +289,13 @@ def _read_taps(
 def left_over(config: Eagle3Config, stored: CheckpointFiles) -> Collection[str]:
     """Return patterns of the tensors that are ignored."""
     unread = () if config.tap_count else ("fc.weight",)
-    return (*LEFT_OVER, "verifier_norm.weight", "verifier_lm_head.weight", *unread)
+    return (*LEFT_OVER, *speculators.LEFT_OVER, *unread)
 
 
 # --- writing --------------------------------------------------------------------------------------
 
 
-def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json in ``layout``.
 
     ``target`` is the target's directory or hub id. speculators and vLLM read it to find the target.
@@ -341,7 +309,7 @@ def _flags(config: Eagle3Config) -> dict[str, bool]:
     return {name: getattr(config, name) for name in _FLAGS}
 
 
-def format_eagle3(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+def format_eagle3(config: Eagle3Config, dtype: str) -> JsonObject:
     """Return the fields of config.json in the layout ``eagle3``."""
     content = config_json.format_config(config.layer, dtype) | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -359,7 +327,7 @@ def format_eagle3(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     return content
 
 
-def format_speculators(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
+def format_speculators(config: Eagle3Config, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json in the layout ``speculators``."""
     if not (config.own_head and config.tap_count):
         raise InputError(
@@ -374,15 +342,7 @@ def format_speculators(config: Eagle3Config, dtype: str, target: str) -> dict[st
         "target_hidden_size": config.target_hidden_size,
         **_flags(config),
         "eagle_aux_hidden_state_layer_ids": _entered(config),
-        "transformer_layer_config": config_json.format_config(config.layer, dtype),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
-            "verifier": {"name_or_path": target or None, "architectures": []},
-        },
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        **speculators.format_common(config.layer, "eagle3", 5, dtype, target),
     }
 
 

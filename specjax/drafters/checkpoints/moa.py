@@ -9,19 +9,28 @@ vocabulary.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specjax.drafters import layer_attention
 from specjax.drafters.layer_attention import LayerAttention, block_like
-from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, architectures_of, layer_like
 from specjax.errors import InputError
 from specjax.models import config_json, hub
 from specjax.models import params as declarations
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
-from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
+from specjax.models.fields import (
+    CheckpointError,
+    Fields,
+    FieldTable,
+    JsonObject,
+    check_fields,
+    flag,
+    mapping,
+    whole,
+)
 from specjax.models.params import Params
 
 _SELF, _CROSS, _LAYERS = "self_attention.", "cross_attention.", "layer_self_attention."
@@ -109,12 +118,9 @@ def declare(config: MoAConfig, layout: str) -> Params:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is a Mixture of Attentions; see `CheckpointFormat`."""
-    architectures = raw.get("architectures")
-    by_name = isinstance(architectures, list) and any(
-        str(name).startswith("MOASpec") for name in architectures
-    )
+    by_name = any(name.startswith("MOASpec") for name in architectures_of(raw))
     return "moa_config" in raw or raw.get("model_type") == "moa_spec" or by_name
 
 
@@ -159,13 +165,13 @@ def read_config(stored: CheckpointFiles, tli: int | None = None) -> MoAConfig:
     )
 
 
-_OWN: dict[str, Field] = {
+_OWN: FieldTable = {
     "target_layer_inference": whole(0, 10_000),
     "target_num_hidden_layers": whole(1, 10_000, default=None),
     "cross_attention": mapping(default=None),
     "layer_self_attention": mapping(default=None),
 }
-_SIZES: dict[str, Field] = {
+_SIZES: FieldTable = {
     "num_key_value_heads": whole(1, 100_000),
     "intermediate_size": whole(1, 10_000_000),
 }
@@ -282,7 +288,7 @@ def _read_vllm(stored: CheckpointFiles, tli: int) -> MoAConfig:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json in ``layout``.
 
     ``target`` is the target's directory or hub id. The layout ``authors`` needs it if the target's
@@ -310,8 +316,8 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
     )
 
 
-def _format_own(config: MoAConfig, dtype: str) -> dict[str, Any]:
-    content: dict[str, Any] = {
+def _format_own(config: MoAConfig, dtype: str) -> JsonObject:
+    content: JsonObject = {
         "target_layer_inference": config.tli,
         "target_num_hidden_layers": config.target_layers,
         "cross_attention": dict(zip(_SIZES, _sizes(config.cross_layer), strict=True)),
@@ -327,7 +333,7 @@ def _sizes(block: ModelConfig) -> tuple[int, int]:
     return block.num_kv_heads, block.intermediate_size
 
 
-def _format_authors(config: MoAConfig, dtype: str, name: str) -> dict[str, Any]:
+def _format_authors(config: MoAConfig, dtype: str, name: str) -> JsonObject:
     target, layer = config.target, config.self_layer
     if name:
         target = config_json.read_config(hub.open_checkpoint(name, weights=False))
@@ -375,7 +381,7 @@ _NOT_IN_VLLM = (
 )
 
 
-def _format_vllm(config: MoAConfig, dtype: str) -> dict[str, Any]:
+def _format_vllm(config: MoAConfig, dtype: str) -> JsonObject:
     content = config_json.format_config(config.self_layer, dtype)
     content = {name: value for name, value in content.items() if name not in _NOT_IN_VLLM}
     content |= {

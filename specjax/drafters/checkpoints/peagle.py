@@ -14,10 +14,18 @@ from typing import Any
 
 from specjax.drafters.checkpoints import eagle3 as eagle3_checkpoint
 from specjax.drafters.checkpoints.eagle3 import Eagle3Config
-from specjax.drafters.trained import CheckpointFormat, TrainedDrafter
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, architectures_of
 from specjax.errors import InputError
 from specjax.models.checkpoint_files import CheckpointFiles
-from specjax.models.fields import CheckpointError, Field, check_fields, texts, whole
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    Fields,
+    JsonObject,
+    check_fields,
+    texts,
+    whole,
+)
 from specjax.models.params import Param, Params
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
@@ -79,12 +87,9 @@ def declare_mask_hidden(config: PEagleConfig) -> Params:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is a P-EAGLE drafter's; see `CheckpointFormat`."""
-    architectures = raw.get("architectures")
-    by_name = isinstance(architectures, list) and any(
-        "peagle" in str(name).lower() for name in architectures
-    )
+    by_name = any("peagle" in name.lower() for name in architectures_of(raw))
     return by_name or raw.get("speculators_model_type") == "peagle" or "mask_hidden" in tensors
 
 
@@ -186,7 +191,7 @@ def _without_windows(layer_fields: Any, source: str) -> tuple[Any, tuple[list[st
 # --- writing --------------------------------------------------------------------------------------
 
 
-def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json in ``layout``.
 
     The arguments are those of `TrainedDrafter.save_pretrained`.
@@ -195,7 +200,7 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
         InputError: The layout has no field for a property of the drafter.
     """
     config: PEagleConfig = drafter.config
-    mask: dict[str, Any] = {"mask_token_id": config.mask_token_id}
+    mask: JsonObject = {"mask_token_id": config.mask_token_id}
     window, windowed = config.layer.sliding_window, config.layer.windowed_layers
     plain = replace(config, layer=replace(config.layer, sliding_window=None, windowed_layers=()))
     if layout == "specforge":

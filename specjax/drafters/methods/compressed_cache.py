@@ -6,7 +6,6 @@ goes to reading keys and values. There a drafted token costs far less than a ste
 the advantage grows with the number of rows.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import attention_paid
-from specjax.models.cache import Entry, KVCache, PagedCache, RingCache
+from specjax.models.cache import KVCache, PagedCache, RingCache
 from specjax.models.layers import normed, queries
 from specjax.models.rope import rotations
 from specjax.models.transformer import Target
@@ -127,9 +126,7 @@ class CompressedCache(Drafter[RingCache]):
     def from_prefix_state(self, fresh: RingCache, kept: Any) -> RingCache:
         return fresh
 
-    def drafting_reads(
-        self, target: Target, state: RingCache | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level: the target's weights and the small cache."""
         return DraftingReads(level=(target.weights_of_pass, state))
 

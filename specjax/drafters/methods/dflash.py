@@ -19,7 +19,6 @@ from specjax import sharding
 from specjax.drafters import draft_vocabulary
 from specjax.drafters.base import DraftingReads, RemoteFeatures, check_mesh
 from specjax.drafters.cache_schemes import Streaming, check_own_cache
-from specjax.drafters.candidates import Vocabulary
 from specjax.drafters.checkpoints import dflash as dflash_checkpoint
 from specjax.drafters.checkpoints.dflash_config import DFlashConfig, default_taps
 from specjax.drafters.draft_vocabulary import TokenIds
@@ -29,7 +28,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
-from specjax.models.cache import Cache, Entry, KVCache, RingCache
+from specjax.models.cache import Cache, Entries, Entry, KVCache, RingCache
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, keys_values, normed
 from specjax.models.params import Params
@@ -207,7 +206,7 @@ class DFlash(TrainedDrafter[Cache]):
             self.params, "hidden_norm", self.config.layer, linear(self.params, "fc", taps)
         )
 
-    def context(self, features: jax.Array, positions: jax.Array) -> tuple[Entry, ...]:
+    def context(self, features: jax.Array, positions: jax.Array) -> Entries:
         """Return each layer's keys and values at tokens with ``features [B, T, H]``.
 
         ``positions`` are ``[B, T]``.
@@ -251,7 +250,7 @@ class DFlash(TrainedDrafter[Cache]):
             offset: ``[T]``, the index of each token in its block; 0 for anchors.
             attends_to: what the tokens attend to in each layer.
         """
-        x = self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
+        x = self.embed(target, tokens)
         # The product is in float32, so that it is rounded only once.
         if self.config.input_embedding_scale != 1.0:
             x = x.astype(jnp.float32) * self.config.input_embedding_scale
@@ -349,10 +348,6 @@ class DFlash(TrainedDrafter[Cache]):
         is_causal = all(self.is_causal(window) for window in windows)
         return length + (not self.config.from_anchor) if is_causal else self.config.block_size
 
-    def vocabulary(self, target: Target) -> Vocabulary | None:
-        """Return the tokens that the drafter can draft; None is the target's vocabulary."""
-        return draft_vocabulary.vocabulary_of(self.params, target)
-
     def logits(self, target: Target, states: jax.Array) -> jax.Array:
         """Return the float32 logits ``[..., Vd]`` for ``states [..., H]`` of the block."""
         config = self.config
@@ -383,9 +378,7 @@ class DFlash(TrainedDrafter[Cache]):
             state,
         )
 
-    def drafting_reads(
-        self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of one pass: all weights, and the target's head if it is used."""
         head = () if self.config.own_head else target.head_as_stored
         return DraftingReads(step=(self.own_weights, state, head))

@@ -29,7 +29,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Piece
-from specjax.models.cache import Cache, Entry
+from specjax.models.cache import Cache
 from specjax.models.config import ModelConfig
 from specjax.models.layers import attention, normed
 from specjax.models.params import Params
@@ -224,9 +224,7 @@ class DFlash2(DFlash):
             )
         return draft, state
 
-    def drafting_reads(
-        self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return all weights but the codebooks, of which a pass reads only a few rows."""
         weights = {
             name: value

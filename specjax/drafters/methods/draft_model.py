@@ -4,7 +4,6 @@ If its tokenizer differs from the target's, it drafts the tokens that both have 
 arXiv 2502.05202).
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import config_json, hub
-from specjax.models.cache import Cache, Entry, gather_entries
+from specjax.models.cache import Cache, Entries, gather_entries
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
@@ -68,7 +67,7 @@ class DraftedEntries:
             root and for nodes that were never read.
     """
 
-    entries: tuple[Entry, ...]
+    entries: Entries
     places: jax.Array
 
 
@@ -279,9 +278,7 @@ class DraftModel(Drafter[DraftModelState]):
         # The index is within each row, so that a mesh exchanges nothing.
         logits = jnp.take_along_axis(output.logits, root_index, axis=1)[:, 0]
 
-        def read(
-            frontier: Frontier, scratch: tuple[Entry, ...]
-        ) -> tuple[jax.Array, tuple[Entry, ...]]:
+        def read(frontier: Frontier, scratch: Entries) -> tuple[jax.Array, Entries]:
             translated = replace(frontier, tokens=self._known(frontier.tokens))
             logits, scratch = read_nodes(self.model, cache, translated, scratch)
             return self._offered(logits, target), scratch
@@ -318,14 +315,10 @@ class DraftModel(Drafter[DraftModelState]):
             # appended.
             cache = cache.append(path, accepted - behind, after=draft.tokens[:, -1:])
         return DraftModelState(
-            cache=cache,
-            last=jnp.take_along_axis(draft.tokens, end, axis=1)[:, 0],
-            behind=behind,
+            cache=cache, last=jnp.take_along_axis(draft.tokens, end, axis=1)[:, 0], behind=behind
         )
 
-    def drafting_reads(
-        self, target: Target, state: DraftModelState | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level: the draft model's weights and its cache."""
         return DraftingReads(level=(self.model.weights_of_pass, state))
 

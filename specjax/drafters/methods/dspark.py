@@ -26,7 +26,7 @@ from specjax.drafters.trained import CheckpointFormat
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
-from specjax.models.cache import Cache, Entry
+from specjax.models.cache import Cache
 from specjax.models.primitives import linear, vocabulary_logits
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
@@ -191,9 +191,7 @@ class DSpark(DFlash):
         draft, _, _ = expand(shape, read, first, memory, root, sampling, keys, active, vocabulary)
         return draft, state
 
-    def drafting_reads(
-        self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return all weights, read once, but the Markov head, which every level reads.
 
         Of its first matrix a node reads one row, which is not counted.

@@ -5,7 +5,7 @@ EAGLE-2 (arXiv 2406.16858) is the same drafter with a dynamic tree. HASS (Zhang 
 class.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -14,20 +14,19 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax.drafters.features import FeatureDrafter
+from specjax.drafters.features import FeatureDrafter, Past
 from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.models import config_json
 from specjax.models import params as declarations
-from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError
+from specjax.models.fields import CheckpointError, Fields, JsonObject
 from specjax.models.layers import attention, linear, mlp, rms_norm
 from specjax.models.params import Param, Params, matrix
 from specjax.models.rope import rotations
-from specjax.models.transformer import States, Target
+from specjax.models.transformer import Target
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class EagleConfig:
     own_embedding: bool = False
 
 
-def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint is an EAGLE drafter; see `CheckpointFormat`.
 
     Its config.json describes a Llama model of one layer. It has the field ``bias``, or its tensors
@@ -93,7 +92,7 @@ def declare(config: EagleConfig, layout: str) -> Params:
     return tree
 
 
-def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     """Return the fields of config.json."""
     layer = drafter.config.layer
     return config_json.format_config(layer, dtype) | {
@@ -161,22 +160,15 @@ class Eagle(FeatureDrafter):
             mesh=target.mesh,
         )
 
-    @property
-    def sizes(self) -> ModelConfig:
-        return self.config.layer
-
-    def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
-        return output.hidden
-
     def run(
         self,
         states: jax.Array,
         embedded: jax.Array,
         positions: jax.Array,
         mask: jax.Array | None,
-        past: tuple[tuple[Piece, ...], ...],
+        past: Past,
         module: int = 0,
-    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, Entries]:
         config, (layer,) = self.config.layer, self.params["layers"]
         turn = rotations(config.rope, config.head_dim, positions)
         x = linear(self.params, "fc", jnp.concatenate([embedded, states], axis=-1))
@@ -185,6 +177,3 @@ class Eagle(FeatureDrafter):
         x = x + attended
         normed = rms_norm(x, layer["post_norm"], config.norm_eps)
         return x + mlp(layer, normed, activation=config.activation), (entry,)
-
-    def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
-        return target.head(states)

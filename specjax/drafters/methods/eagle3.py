@@ -17,16 +17,15 @@ from jax.sharding import Mesh
 from specjax import sharding
 from specjax.drafters import draft_vocabulary
 from specjax.drafters.base import DraftingReads
-from specjax.drafters.candidates import Vocabulary
 from specjax.drafters.checkpoints import eagle3 as eagle3_checkpoint
 from specjax.drafters.checkpoints.eagle3 import Eagle3Config
 from specjax.drafters.draft_vocabulary import TokenIds
-from specjax.drafters.features import FeatureDrafter, FeatureState
+from specjax.drafters.features import FeatureDrafter, Past
 from specjax.drafters.trained import CheckpointFormat, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
 from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries, Entry
 from specjax.models.config import ModelConfig
 from specjax.models.layers import attention, decoder_layer, linear, mlp, rms_norm
 from specjax.models.params import Params
@@ -120,10 +119,6 @@ class Eagle3(FeatureDrafter):
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
     @property
-    def sizes(self) -> ModelConfig:
-        return self.config.layer
-
-    @property
     def target_hidden_size(self) -> int:
         return self.config.target_hidden_size
 
@@ -139,9 +134,6 @@ class Eagle3(FeatureDrafter):
 
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
         return tuple(sorted(set(self.config.taps_of(config.num_layers))))
-
-    def vocabulary(self, target: Target) -> Vocabulary | None:
-        return draft_vocabulary.vocabulary_of(self.params, target)
 
     def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
         if not self.config.tap_count:
@@ -170,9 +162,9 @@ class Eagle3(FeatureDrafter):
         embedded: jax.Array,
         positions: jax.Array,
         mask: jax.Array | None,
-        past: tuple[tuple[Piece, ...], ...],
+        past: Past,
         module: int = 0,
-    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, Entries]:
         config, eps = self.sizes, self.sizes.norm_eps
         turn = rotations(config.rope, config.head_dim, positions)
         first, *rest = self.params["layers"]
@@ -233,9 +225,7 @@ class Eagle3(FeatureDrafter):
             logits, ("batch", *(None,) * (logits.ndim - 2), "vocab"), units, self.mesh
         )
 
-    def drafting_reads(
-        self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return what a level reads, and ``fc`` with its norms, which is read once per step."""
         step = self.own_weights
         level = {name: step.pop(name) for name in ("layers", "norm", "lm_head") if name in step}

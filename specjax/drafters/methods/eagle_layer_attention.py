@@ -3,7 +3,7 @@
 See arXiv 2410.03804.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -12,7 +12,6 @@ from flax import struct
 
 from specjax.drafters import layer_attention
 from specjax.drafters.base import DraftingReads
-from specjax.drafters.features import FeatureState
 from specjax.drafters.layer_attention import LayerAttention
 from specjax.drafters.methods import eagle
 from specjax.drafters.methods.eagle import Eagle, EagleConfig
@@ -20,7 +19,7 @@ from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_lik
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.models.cache import Entry
 from specjax.models.checkpoint_files import CheckpointFiles
-from specjax.models.fields import check_fields, mapping
+from specjax.models.fields import Fields, JsonObject, check_fields, mapping
 from specjax.models.params import Params
 from specjax.models.transformer import States, Target
 
@@ -36,7 +35,7 @@ class EagleLayerAttentionConfig(EagleConfig):
     lsa: LayerAttention = field(kw_only=True)
 
 
-def _recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def _recognises(raw: Fields, tensors: Collection[str]) -> bool:
     return raw.get("layer_self_attention") is not None and eagle.recognises(raw, tensors)
 
 
@@ -53,7 +52,7 @@ def _declare(config: EagleLayerAttentionConfig, layout: str) -> Params:
     )
 
 
-def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     fields = layer_attention.format_fields(drafter.config.lsa)
     return eagle.format_config(drafter, layout, dtype, target) | {"layer_self_attention": fields}
 
@@ -101,9 +100,7 @@ class EagleWithLayerAttention(Eagle):
         assert entries, "layer self-attention needs KV entries"
         return layer_attention.summarise(self.params, self.config.lsa, entries, self.mesh)
 
-    def drafting_reads(
-        self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return EAGLE's weights for each level, and the summary's weights once per step."""
         step = layer_attention.weights_of(self.params)
         level = {name: value for name, value in self.own_weights.items() if name not in step}

@@ -6,7 +6,7 @@ assistant's only memory of the text is the target's newest hidden state. While i
 state takes the place of that state.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -25,11 +25,11 @@ from specjax.errors import InputError
 from specjax.models import checkpoint, config_json
 from specjax.models import params as declarations
 from specjax.models.attention import Piece
-from specjax.models.cache import Entry, KVCache, PagedCache
+from specjax.models.cache import KVCache, PagedCache
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import Layer, ModelConfig
 from specjax.models.families import FAMILIES
-from specjax.models.fields import check_fields, flag, mapping, whole
+from specjax.models.fields import JsonObject, check_fields, flag, mapping, whole
 from specjax.models.layers import decoder_layer, normed
 from specjax.models.params import Param, Params, matrix
 from specjax.models.primitives import embedding_logits, linear
@@ -149,7 +149,7 @@ def _left_over(config: AssistantConfig, stored: CheckpointFiles) -> Collection[s
     return (*LEFT_OVER, *copy, *unused)
 
 
-def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     config, model = drafter.config, drafter.config.model
     text = config_json.format_config(model, dtype) | {"num_kv_shared_layers": model.num_layers}
     raw = {
@@ -354,10 +354,6 @@ class Gemma4Assistant(NewestStateDrafter):
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return tuple(sorted({layer for layer in self._read_by(config) if layer is not None}))
 
-    @property
-    def target_hidden_size(self) -> int:
-        return self.config.target_hidden_size
-
     def read(
         self, target: Target, tokens: jax.Array, above: jax.Array, cache: KVCache | PagedCache
     ) -> tuple[jax.Array, jax.Array]:
@@ -473,9 +469,7 @@ class Gemma4Assistant(NewestStateDrafter):
         )
         return draft, state
 
-    def drafting_reads(
-        self, target: Target, state: jax.Array | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level: the weights, and the target's cache of the layers it reads.
 
         Of a head with centroids they are the centroids, and for each row the tokens of one node's

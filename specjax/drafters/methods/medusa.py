@@ -3,7 +3,6 @@
 Each head predicts a token one position further ahead than the head before.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -19,10 +18,9 @@ from specjax.drafters.trained import CheckpointFormat, NewestStateDrafter, Train
 from specjax.drafts.draft import Draft
 from specjax.drafts.published import MEDUSA_TREE
 from specjax.drafts.shapes import DraftShape, StaticTree
-from specjax.errors import InputError
-from specjax.models.cache import Entry
+from specjax.errors import InputError, check_minimum
 from specjax.models.checkpoint_files import CheckpointFiles
-from specjax.models.fields import CheckpointError, check_fields, whole
+from specjax.models.fields import CheckpointError, JsonObject, check_fields, whole
 from specjax.models.params import Param, Params, matrix
 from specjax.models.primitives import linear, vocabulary_logits
 from specjax.models.transformer import Target
@@ -46,8 +44,8 @@ class MedusaConfig:
     blocks: int = 1
 
     def __post_init__(self) -> None:
-        if self.heads < 1 or self.blocks < 0:
-            raise InputError(f"heads={self.heads}, blocks={self.blocks}: must be at least 1 and 0")
+        check_minimum(1, self, ["heads"])
+        check_minimum(0, self, ["blocks"])
 
 
 def read_config(stored: CheckpointFiles) -> MedusaConfig:
@@ -96,7 +94,7 @@ def declare(config: MedusaConfig, layout: str) -> Params:
     return {"heads": [declare_head(head) for head in range(config.heads)]}
 
 
-def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     return {"medusa_num_heads": drafter.config.heads, "medusa_num_layers": drafter.config.blocks}
 
 
@@ -194,10 +192,6 @@ class Medusa(NewestStateDrafter):
         axes = ("batch", *(None,) * (logits.ndim - 2), "vocab")
         return sharding.constrain(logits, axes, self.units, self.mesh)
 
-    @property
-    def target_hidden_size(self) -> int:
-        return self.config.hidden_size
-
     def propose(
         self,
         target: Target,
@@ -211,8 +205,6 @@ class Medusa(NewestStateDrafter):
         logits = jnp.stack([self.head(i, state) for i in range(self.draft_shape.depth)], axis=1)
         return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active), state
 
-    def drafting_reads(
-        self, target: Target, state: jax.Array | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return all weights, read once: all levels are drafted in one pass."""
         return DraftingReads(step=self.own_weights)

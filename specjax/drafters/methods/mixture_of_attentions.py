@@ -37,7 +37,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece, attend
-from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
+from specjax.models.cache import Entries, Entry, KVCache, empty_entries, place_entries
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, keys_values, linear, mlp, queries, rms_norm
@@ -319,7 +319,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         *,
         cache: KVCache | None = None,
         scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]] = (),
-    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, Entries]:
         """Run the target's last layers, and its final norm, on the states after cross-attention.
 
         Without TLI the states are returned as they are, without the norm.
@@ -392,7 +392,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         )
         return {"means": means, **layer_entries}
 
-    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
+    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> Entries:
         if self.config.lsa is None or self.told == "summaries":
             return super().remote_entries(target, arrays)
         (heads, dim), _ = target.config.entry_parts(0)
@@ -432,7 +432,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         following: jax.Array,
         count: jax.Array,
         cache: KVCache | None = None,
-    ) -> tuple[MixtureState, tuple[Entry, ...]]:
+    ) -> tuple[MixtureState, Entries]:
         """Append tokens to the cache of self-attention only, as while drafting.
 
         They get no summary, because the target has not read them.
@@ -443,7 +443,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         x, token_entry = self.self_attend(
             target.embed(tokens), positions, jnp.asarray(causal), past
         )
-        entries: tuple[Entry, ...] = ()
+        entries: Entries = ()
         # Only KV entries are needed here, no logits. Self-attention's are computed above; the rest
         # is needed only for the entries of the TLI layers.
         if self.config.tli:
@@ -466,8 +466,8 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         )
 
         def read(
-            tokens: jax.Array, depth: Any, visible: jax.Array, scratch: tuple[Entry, ...]
-        ) -> tuple[jax.Array, tuple[Entry, ...]]:
+            tokens: jax.Array, depth: Any, visible: jax.Array, scratch: Entries
+        ) -> tuple[jax.Array, Entries]:
             """Read tokens ``[B, F]`` of one depth.
 
             Return the states that the target's head reads, and the new KV entries.
@@ -484,9 +484,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             )
             return hidden, (token_entry, *new)
 
-        def read_frontier(
-            frontier: Frontier, scratch: tuple[Entry, ...]
-        ) -> tuple[jax.Array, tuple[Entry, ...]]:
+        def read_frontier(frontier: Frontier, scratch: Entries) -> tuple[jax.Array, Entries]:
             below_root = jnp.pad(frontier.visible, ((0, 0), (0, 0), (1, 0)), constant_values=True)
             hidden, new = read(frontier.tokens, frontier.depth, below_root, scratch)
             return target.head(hidden), place_entries(
@@ -518,9 +516,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         )
         return draft, state
 
-    def drafting_reads(
-        self, target: Target, state: MixtureState | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return what a level reads, and the weights of summaries, which are read once per step.
 
         A level runs self-attention, cross-attention, with TLI the target's last layers with their

@@ -5,7 +5,7 @@ it have the modules in their own checkpoints. `MTP` reads those of MiMo, of Deep
 Qwen3.5 and Qwen3-Next, and what `specjax train` writes for targets without modules.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,23 +15,22 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax.drafters.base import DraftingReads
-from specjax.drafters.features import FeatureDrafter, FeatureState
+from specjax.drafters.features import FeatureDrafter, Past
 from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.shapes import Chain, DraftShape
-from specjax.errors import InputError
+from specjax.errors import InputError, check_minimum
 from specjax.models import config_json
 from specjax.models import params as declarations
-from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.checkpoint_files import CheckpointFiles, number_after
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, delta_net
 from specjax.models.families.qwen2 import MIMO_MODULES
-from specjax.models.fields import CheckpointError, check_fields, whole
+from specjax.models.fields import CheckpointError, Fields, JsonObject, check_fields, whole
 from specjax.models.layers import decoder_layer, linear, normed, rms_norm
 from specjax.models.params import Params, matrix, norm
 from specjax.models.rope import rotations
-from specjax.models.transformer import States, Target
+from specjax.models.transformer import Target
 
 Layout = Literal["mimo", "deepseek", "qwen"]
 
@@ -90,8 +89,7 @@ class MTPConfig:
     experts_joined: bool = False
 
     def __post_init__(self) -> None:
-        if self.modules < 1:
-            raise InputError(f"modules={self.modules}: must be at least 1")
+        check_minimum(1, self, ["modules"])
         if self.layout == "qwen" and self.modules > 1:
             raise InputError(
                 f"modules={self.modules}: Qwen's checkpoints have names for one: give 1"
@@ -176,7 +174,7 @@ def _check_counts(stored: CheckpointFiles, config: MTPConfig) -> None:
         )
 
 
-def _fields_of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fields_of_text(raw: Fields) -> Fields:
     """Return the fields of the text model in a config.json, which a multimodal model nests."""
     inner = raw.get("text_config")
     return inner if isinstance(inner, dict) else raw
@@ -207,7 +205,7 @@ def _left_over(config: MTPConfig, stored: CheckpointFiles) -> Collection[str]:
     return [name for name in stored.shapes if is_foreign(name)]
 
 
-def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     """Return whether a checkpoint has modules; see `CheckpointFormat`.
 
     Its config.json states their number, and ``tensors`` has theirs unless it is empty. Qwen's
@@ -276,7 +274,7 @@ def declare(config: MTPConfig, layout: str) -> Params:
     return family.store(declared, names=joined)
 
 
-def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     config: MTPConfig = drafter.config
     layers = config.first_layer if config.layout == "deepseek" else 1
     content = config_json.format_config(replace(config.layer, num_layers=layers), dtype)
@@ -371,15 +369,8 @@ class MTP(FeatureDrafter):
         return replace(self, params=params, config=replace(self.config, modules=count))
 
     @property
-    def sizes(self) -> ModelConfig:
-        return self.config.layer
-
-    @property
     def modules(self) -> int:
         return self.config.modules
-
-    def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
-        return output.hidden
 
     def run(
         self,
@@ -387,9 +378,9 @@ class MTP(FeatureDrafter):
         embedded: jax.Array,
         positions: jax.Array,
         mask: jax.Array | None,
-        past: tuple[tuple[Piece, ...], ...],
+        past: Past,
         module: int = 0,
-    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+    ) -> tuple[jax.Array, Entries]:
         config, params = self.sizes, self.params["modules"][module]
         parts = [
             normed(params, "hidden_norm", config, states),
@@ -415,9 +406,7 @@ class MTP(FeatureDrafter):
         norms = jnp.stack([params["norm"] for params in self.params["modules"]])
         return target.head(rms_norm(states, norms[module], self.sizes.norm_eps))
 
-    def drafting_reads(
-        self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level: one of the modules with its part of the cache."""
         if state:
             module_state = (

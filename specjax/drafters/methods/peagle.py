@@ -5,7 +5,6 @@ after another. P-EAGLE reads a trained vector and the embedding of a mask token 
 same at every depth, so all depths run together.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -27,7 +26,6 @@ from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
-from specjax.models.cache import Entry
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -205,9 +203,7 @@ class PEagle(Eagle3):
         """Return ``length``: each token of the draft has a position of its own."""
         return length
 
-    def drafting_reads(
-        self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
-    ) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of one pass: all weights, and the target's head if it is used."""
         return DraftingReads(
             step=(self.own_weights, state, () if self.config.own_head else target.head_as_stored)

@@ -20,7 +20,7 @@ from specjax.models.attention import gpu, tpu
 from specjax.models.attention.kernels import takes_triton
 from specjax.models.attention.pieces import BLOCK, Filled, Piece
 from specjax.models.attention.plain import attend_plainly, group_queries, group_sinks
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries, Entry
 
 
 def attend(
@@ -141,7 +141,7 @@ def _attend_by_kernel(
         count: jax.Array,
         since: jax.Array,
         table: jax.Array | None,
-        extra_entries: tuple[Entry, ...],
+        extra_entries: Entries,
         masks: tuple[jax.Array, ...],
         sinks: jax.Array | None,
     ) -> jax.Array:

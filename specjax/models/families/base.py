@@ -8,7 +8,7 @@ import jax
 
 from specjax.models.config import ModelConfig
 from specjax.models.families.ropes import FULL, WINDOWED
-from specjax.models.fields import CheckpointError, Field, show
+from specjax.models.fields import CheckpointError, Field, Fields, JsonObject, show
 from specjax.models.params import Param, Params, Within
 
 
@@ -157,8 +157,8 @@ class Family:
     ropes_by_kind: bool = False
     fields: Mapping[str, Field] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    parse: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
-    format: Callable[[ModelConfig], dict[str, Any]] = _nothing
+    parse: Callable[[Fields], dict[str, Any]] = _nothing
+    format: Callable[[ModelConfig], JsonObject] = _nothing
     by_inner_type: Mapping[str, "Family"] = field(default_factory=dict)
     nested: str | None = None
     prefixes: tuple[str, ...] = (PREFIX,)
@@ -168,7 +168,7 @@ class Family:
     left_over: Callable[[ModelConfig], tuple[str, ...]] = _none
     modules_follow: bool = False
 
-    def of_file(self, raw: Mapping[str, Any]) -> "Family":
+    def of_file(self, raw: Fields) -> "Family":
         """Return the family of the text model in a config.json of this ``model_type``.
 
         It is this family, or that of another inner type.
@@ -177,13 +177,13 @@ class Family:
         inner_type = inner.get("model_type") if isinstance(inner, dict) else None
         return self.by_inner_type.get(inner_type, self) if isinstance(inner_type, str) else self
 
-    def said_of_whole(self, raw: Mapping[str, Any]) -> set[str]:
+    def said_of_whole(self, raw: Fields) -> set[str]:
         """Return the fields that are read outside of the ``nested`` object, not within it."""
         if self.nested is not None:
             return {name for name in _OF_THE_WHOLE if raw.get(name) is not None}
         return set()
 
-    def complete(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(self, raw: Fields) -> dict[str, Any]:
         """Return the fields of a config.json, with the family's defaults."""
         if self.nested is not None:
             inner = raw.get(self.nested)

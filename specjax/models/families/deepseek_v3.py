@@ -1,14 +1,13 @@
 """DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, experts in groups, and MTP modules."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import MLA, ModelConfig, MoE
 from specjax.models.families import experts
 from specjax.models.families.base import Family
-from specjax.models.fields import Field, flag, number, text, whole
+from specjax.models.fields import Field, Fields, FieldTable, JsonObject, flag, number, text, whole
 
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "kv_lora_rank": whole(1, 1_000_000),
     "q_lora_rank": whole(1, 1_000_000, default=None),
     "qk_nope_head_dim": whole(1, 100_000),
@@ -33,7 +32,7 @@ _FIELDS: dict[str, Field] = {
 }
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     mla = MLA(
         kv_lora_rank=fields["kv_lora_rank"],
         q_lora_rank=fields["q_lora_rank"],
@@ -60,8 +59,8 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"mla": mla, "moe": moe, "head_dim": mla.qk_rope_head_dim}
 
 
-def _format(config: ModelConfig) -> dict[str, Any]:
-    raw: dict[str, Any] = {}
+def _format(config: ModelConfig) -> JsonObject:
+    raw: JsonObject = {}
     if (mla := config.mla) is not None:
         raw |= {
             "kv_lora_rank": mla.kv_lora_rank,

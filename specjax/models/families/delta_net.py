@@ -1,12 +1,21 @@
 """The common parts of families with Gated DeltaNet in most layers, and gated full attention."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import LinearAttention, ModelConfig
 from specjax.models.families.base import Fused
 from specjax.models.families.ropes import FULL, check_turned
-from specjax.models.fields import CheckpointError, Field, flag, number, text, whole
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    Fields,
+    FieldTable,
+    JsonObject,
+    flag,
+    number,
+    text,
+    whole,
+)
 
 LINEAR = "linear_attention"
 """The kind of layers that keep a state, as ``layer_types`` names it."""
@@ -14,7 +23,7 @@ LINEAR = "linear_attention"
 MODULES = "mtp."
 """The prefix of the names of MTP modules' tensors."""
 
-FIELDS: dict[str, Field] = {
+FIELDS: FieldTable = {
     "linear_conv_kernel_dim": whole(2, 1000),
     "linear_key_head_dim": whole(1, 100_000),
     "linear_value_head_dim": whole(1, 100_000),
@@ -52,7 +61,7 @@ CONVOLUTION = Fused("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.
 """The one tensor of the convolution over queries, keys and values."""
 
 
-def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
+def parse(fields: Fields, *, by_key_head: bool) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that all of these families have."""
     kinds, interval = fields["layer_types"], fields["full_attention_interval"]
     if kinds is None:
@@ -81,7 +90,7 @@ def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
     return {"linear": linear, "linear_layers": layers} if layers else {}
 
 
-def format_fields(config: ModelConfig) -> dict[str, Any]:
+def format_fields(config: ModelConfig) -> JsonObject:
     """Return the fields of config.json that `parse` reads."""
     fields = {
         "layer_types": [

@@ -1,21 +1,18 @@
 """The common parts of families with experts."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.families.base import Fused
-from specjax.models.fields import Field, flag, whole
+from specjax.models.fields import Field, Fields, FieldTable, JsonObject, flag, whole
 
-FIELDS: dict[str, Field] = {
+FIELDS: FieldTable = {
     "num_experts_per_tok": whole(1, 100_000),
     "moe_intermediate_size": whole(1, 10_000_000),
 }
 """The fields of config.json that all families with experts have."""
 
 
-def format_experts(moe: MoE) -> dict[str, Any]:
+def format_experts(moe: MoE) -> JsonObject:
     """Return the fields of config.json that all families with experts write."""
     return {
         "num_experts_per_tok": moe.experts_per_token,
@@ -24,7 +21,7 @@ def format_experts(moe: MoE) -> dict[str, Any]:
     }
 
 
-DENSE_FIELDS: dict[str, Field] = {
+DENSE_FIELDS: FieldTable = {
     "decoder_sparse_step": whole(1, 10_000, default=1),
     "mlp_only_layers": Field(
         "a list of layers, counted from 0",
@@ -38,7 +35,7 @@ DENSE_FIELDS: dict[str, Field] = {
 """The fields that say which layers are dense, in families where some may be."""
 
 
-def dense_layers(fields: Mapping[str, Any]) -> tuple[int, ...]:
+def dense_layers(fields: Fields) -> tuple[int, ...]:
     """Return the layers without experts, from `DENSE_FIELDS`."""
     dense, step = fields["mlp_only_layers"] or (), fields["decoder_sparse_step"]
     return tuple(
@@ -50,7 +47,7 @@ def dense_layers(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 # --- Qwen's experts, and one shared expert with a gate -------------------------------------------
 
-SHARED_FIELDS: dict[str, Field] = {
+SHARED_FIELDS: FieldTable = {
     **FIELDS,
     "num_experts": whole(1, 100_000),
     "norm_topk_prob": flag(default=True),
@@ -68,7 +65,7 @@ FUSED = (
 """Tensors of all experts, which some files have; other files have a tensor for each expert."""
 
 
-def parse_shared(fields: Mapping[str, Any], dense_layers: tuple[int, ...] = ()) -> MoE:
+def parse_shared(fields: Fields, dense_layers: tuple[int, ...] = ()) -> MoE:
     """Return the experts that `SHARED_FIELDS` describe."""
     size, shared = fields["moe_intermediate_size"], fields["shared_expert_intermediate_size"]
     if shared % size:
@@ -87,7 +84,7 @@ def parse_shared(fields: Mapping[str, Any], dense_layers: tuple[int, ...] = ()) 
     )
 
 
-def format_shared(config: ModelConfig) -> dict[str, Any]:
+def format_shared(config: ModelConfig) -> JsonObject:
     """Return the fields of config.json that `parse_shared` reads."""
     if (moe := config.moe) is None:
         return {}

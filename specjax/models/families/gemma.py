@@ -1,20 +1,27 @@
 """The common parts of the Gemma families."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError, Field, number, text
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    Fields,
+    FieldTable,
+    JsonObject,
+    number,
+    text,
+)
 
 GELU = "gelu_pytorch_tanh"
-COMMON_FIELDS: dict[str, Field] = {
+COMMON_FIELDS: FieldTable = {
     "hidden_act": text(GELU, default=GELU),
     "hidden_activation": text(GELU, default=GELU),
     "final_logit_softcapping": number(1e-6, 1e6, default=None),
 }
 """The fields of config.json that all Gemma families have."""
 
-FIELDS: dict[str, Field] = {
+FIELDS: FieldTable = {
     **COMMON_FIELDS,
     "attn_logit_softcapping": number(1e-6, 1e6, default=None),
     "query_pre_attn_scalar": number(1e-6, 1e9, default=256),
@@ -40,7 +47,7 @@ DEFAULTS: dict[str, Any] = {
 SWITCHES: dict[str, Any] = {"activation": "gelu_tanh", "norms": "both", "norm_offset": 1.0}
 
 
-def parse_common(fields: Mapping[str, Any]) -> dict[str, Any]:
+def parse_common(fields: Fields) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that all Gemma families have."""
     return {
         "embedding_scale": fields["hidden_size"] ** 0.5,
@@ -48,7 +55,7 @@ def parse_common(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def format_common(config: ModelConfig) -> dict[str, Any]:
+def format_common(config: ModelConfig) -> JsonObject:
     """Return the fields of config.json that all Gemma families have."""
     return {
         "hidden_act": GELU,
@@ -57,7 +64,7 @@ def format_common(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def parse(fields: Fields) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that Gemma 2 and 3 have."""
     return parse_common(fields) | {
         "attention_scale": fields["query_pre_attn_scalar"] ** -0.5,
@@ -65,7 +72,7 @@ def parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def format_fields(config: ModelConfig) -> dict[str, Any]:
+def format_fields(config: ModelConfig) -> JsonObject:
     """Return the fields of config.json that Gemma 2 and 3 have."""
     if config.attention_scale is None:
         raise CheckpointError(

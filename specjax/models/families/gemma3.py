@@ -1,6 +1,5 @@
 """Gemma 3 (arXiv 2503.19786), text model: Gemma 2 with QK norms and one full layer in six."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,24 +13,24 @@ from specjax.models.families.ropes import (
     layers_by_kind,
     parse_by_kind,
 )
-from specjax.models.fields import Field, number, whole
+from specjax.models.fields import Fields, FieldTable, JsonObject, number, whole
 
 _ROPES = {FULL: Rope(theta=1e6), WINDOWED: Rope(theta=1e4)}
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     **gemma.FIELDS,
     "rope_local_base_freq": number(2, 1e12, default=None),
     "sliding_window_pattern": whole(1, 10_000, default=None),
 }
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     ropes = parse_by_kind(fields, _ROPES)
     layers = layers_by_kind(fields, Layer(rope=ropes[FULL]))
     # transformers' configuration has attn_logit_softcapping, but the model never applies it.
     return gemma.parse(fields) | {"score_cap": None, "rope": ropes[WINDOWED], "layers": layers}
 
 
-def _format(config: ModelConfig) -> dict[str, Any]:
+def _format(config: ModelConfig) -> JsonObject:
     return gemma.format_fields(config) | format_by_kind(config)
 
 

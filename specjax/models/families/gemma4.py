@@ -6,7 +6,6 @@ none themselves, and every layer has an input of its own for each token. In the 
 values of full layers are their keys; 26B-A4B has experts beside each MLP.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,20 @@ from specjax.models.config import Layer, ModelConfig, MoE, Rope
 from specjax.models.families import gemma
 from specjax.models.families.base import Family, Fused
 from specjax.models.families.ropes import FULL, WINDOWED, format_by_kind, parse_by_kind
-from specjax.models.fields import Field, check_fields, flag, mapping, show, whole
+from specjax.models.fields import (
+    Field,
+    Fields,
+    FieldTable,
+    JsonObject,
+    check_fields,
+    flag,
+    mapping,
+    show,
+    whole,
+)
 
 _ROPES = {FULL: Rope(theta=1e6, kind="proportional", turned=0.25), WINDOWED: Rope(theta=1e4)}
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     **gemma.COMMON_FIELDS,
     "use_bidirectional_attention": Field(
         "left out, or 'vision', which text does not meet",
@@ -38,13 +47,13 @@ _FIELDS: dict[str, Field] = {
     "top_k_experts": whole(1, 100_000, default=None),
     "moe_intermediate_size": whole(1, 10_000_000, default=None),
 }
-_OVERRIDES: dict[str, Field] = {
+_OVERRIDES: FieldTable = {
     "head_dim": whole(2, 100_000, default=None),
     "num_key_value_heads": whole(1, 100_000, default=None),
 }
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     if fields["layer_types"][-1] != FULL:
         raise InputError(
             f"layer_types: the last is {fields['layer_types'][-1]!r}: the last layer must be"
@@ -81,7 +90,7 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _parse_layers(fields: Mapping[str, Any], rope: Rope) -> tuple[Layer, ...]:
+def _parse_layers(fields: Fields, rope: Rope) -> tuple[Layer, ...]:
     kinds, shared = fields["layer_types"], fields["num_kv_shared_layers"]
     num_own = len(kinds) - shared
     if shared and (num_own < 1 or set(kinds[:num_own]) != set(kinds)):
@@ -130,10 +139,10 @@ def _override(override: Any, layer: int) -> dict[str, Any]:
     return {names[name]: value for name, value in values.items() if value is not None}
 
 
-def _format(config: ModelConfig) -> dict[str, Any]:
+def _format(config: ModelConfig) -> JsonObject:
     full = [config.layers[i] for i in range(len(config.layers)) if i not in config.windowed_layers]
     shared = [layer for layer in config.layers if layer.entries_of is not None]
-    raw: dict[str, Any] = (
+    raw: JsonObject = (
         gemma.format_common(config)
         | format_by_kind(config)
         | {

@@ -1,13 +1,12 @@
 """gpt-oss (OpenAI, 2025, arXiv 2508.10925): sinks, alternating windows, experts with clamping."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.families.base import Family, Fused
-from specjax.models.fields import Field, number, whole
+from specjax.models.fields import Fields, FieldTable, JsonObject, number, whole
 
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "num_local_experts": whole(1, 100_000),
     "num_experts_per_tok": whole(1, 100_000),
     "swiglu_limit": number(1e-3, 1e6, default=7.0),
@@ -15,7 +14,7 @@ _FIELDS: dict[str, Field] = {
 }
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     moe = MoE(
         num_experts=fields["num_local_experts"],
         experts_per_token=fields["num_experts_per_tok"],
@@ -27,7 +26,7 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe": moe}
 
 
-def _format(config: ModelConfig) -> dict[str, Any]:
+def _format(config: ModelConfig) -> JsonObject:
     if (moe := config.moe) is None:
         return {}
     return {

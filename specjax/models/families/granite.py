@@ -3,12 +3,11 @@
 A fourth factor scales what a layer adds to the residual stream.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import ModelConfig
 from specjax.models.families.base import Family
-from specjax.models.fields import Field, number
+from specjax.models.fields import Fields, FieldTable, JsonObject, number
 
 _FACTORS = {  # Hugging Face's name -> ours
     "embedding_multiplier": "embedding_scale",
@@ -16,14 +15,14 @@ _FACTORS = {  # Hugging Face's name -> ours
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_divisor",
 }
-_FIELDS: dict[str, Field] = {name: number(1e-6, 1e6, default=1.0) for name in _FACTORS}
+_FIELDS: FieldTable = {name: number(1e-6, 1e6, default=1.0) for name in _FACTORS}
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     return {ours: float(fields[name]) for name, ours in _FACTORS.items()}
 
 
-def _format(config: ModelConfig) -> dict[str, Any]:
+def _format(config: ModelConfig) -> JsonObject:
     return {name: getattr(config, ours) for name, ours in _FACTORS.items()}
 
 

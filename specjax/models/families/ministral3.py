@@ -1,13 +1,12 @@
 """Ministral 3 (Mistral, 2025): Mistral with YaRN; queries grow with position, as in Llama 4."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from specjax.models.config import ModelConfig
 from specjax.models.families.base import Family
 from specjax.models.families.ropes import format_rope, parse_rope, said_of_rope
-from specjax.models.fields import CheckpointError, number, show, text
+from specjax.models.fields import CheckpointError, Fields, JsonObject, number, show, text
 
 _BETA = "llama_4_scaling_beta"
 _THETA = 1_000_000.0
@@ -25,7 +24,7 @@ _ROPE = {
 _GROWTH = number(0, 100)
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     _, rope_fields = said_of_rope(fields)
     rope, beta = parse_rope(fields, _THETA), rope_fields.get(_BETA, 0.0)
     if not _GROWTH.accepts(beta):
@@ -38,7 +37,7 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope": replace(rope, query_growth=float(beta))}
 
 
-def _format(config: ModelConfig) -> dict[str, Any]:
+def _format(config: ModelConfig) -> JsonObject:
     rope = format_rope(config.rope) | {_BETA: config.rope.query_growth}
     return {"rope_scaling": None, "rope_parameters": rope}
 

@@ -3,7 +3,6 @@
 One QK norm covers all heads of a token.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import Layer, Rope
@@ -15,18 +14,18 @@ from specjax.models.families.ropes import (
     layers_by_kind,
     parse_by_kind,
 )
-from specjax.models.fields import CheckpointError
+from specjax.models.fields import CheckpointError, Fields
 
 _ROPE = Rope(theta=500_000.0)
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     _check_one_theta(fields)
     ropes = parse_by_kind(fields, {FULL: _ROPE, WINDOWED: _ROPE})
     return {"rope": ropes[WINDOWED], "layers": layers_by_kind(fields, Layer(rope=ropes[FULL]))}
 
 
-def _check_one_theta(fields: Mapping[str, Any]) -> None:
+def _check_one_theta(fields: Fields) -> None:
     """Refuse older files with one ``rope_theta`` that is not the default.
 
     transformers 4 used it in all layers; transformers 5 uses the default in layers with a window.

@@ -1,17 +1,16 @@
 """Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama with fused projections, partial RoPE."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import ModelConfig
 from specjax.models.families.base import Family, Fused
 from specjax.models.families.ropes import check_turned, said_of_rope
-from specjax.models.fields import CheckpointError, Field, number
+from specjax.models.fields import CheckpointError, Fields, FieldTable, JsonObject, number
 
-_FIELDS: dict[str, Field] = {"partial_rotary_factor": number(0.01, 1, default=None)}
+_FIELDS: FieldTable = {"partial_rotary_factor": number(0.01, 1, default=None)}
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     _, rope_fields = said_of_rope(fields)
     kind = rope_fields.get("rope_type") or rope_fields.get("type") or "default"
     if kind in ("longrope", "su", "yarn"):  # Phi-3's "yarn" means longrope
@@ -29,7 +28,7 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _format(config: ModelConfig) -> dict[str, Any]:
+def _format(config: ModelConfig) -> JsonObject:
     # transformers' default padding id does not exist in smaller vocabularies.
     return {"partial_rotary_factor": config.rope.turned, "pad_token_id": None}
 

@@ -3,26 +3,26 @@
 The models are dense or have experts.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from specjax.models.config import ModelConfig
 from specjax.models.families import delta_net, experts
 from specjax.models.families.base import PREFIX, Family, Fused
+from specjax.models.fields import Fields, JsonObject
 
 _NESTED = "model.language_model."
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     return delta_net.parse(fields, by_key_head=False)
 
 
-def _parse_sparse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_sparse(fields: Fields) -> dict[str, Any]:
     return _parse(fields) | {"moe": experts.parse_shared(fields)}
 
 
-def _format_sparse(config: ModelConfig) -> dict[str, Any]:
+def _format_sparse(config: ModelConfig) -> JsonObject:
     return delta_net.format_fields(config) | experts.format_shared(config)
 
 

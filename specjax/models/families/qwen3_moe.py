@@ -1,14 +1,13 @@
 """Qwen3-MoE (Yang et al. 2025, arXiv 2505.09388): Qwen3 with experts in all layers, or in some."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.families import experts
 from specjax.models.families.base import Family
-from specjax.models.fields import Field, flag, whole
+from specjax.models.fields import Fields, FieldTable, JsonObject, flag, whole
 
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     **experts.FIELDS,
     "num_experts": whole(1, 100_000),
     "norm_topk_prob": flag(default=False),
@@ -16,7 +15,7 @@ _FIELDS: dict[str, Field] = {
 }
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     moe = MoE(
         num_experts=fields["num_experts"],
         experts_per_token=fields["num_experts_per_tok"],
@@ -27,7 +26,7 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe": moe}
 
 
-def _format(config: ModelConfig) -> dict[str, Any]:
+def _format(config: ModelConfig) -> JsonObject:
     if (moe := config.moe) is None:
         return {}
     sizes = {

@@ -1,14 +1,14 @@
 """Qwen3-Next (Qwen team, 2025): three linear-attention layers to one full layer, many experts."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import ModelConfig
 from specjax.models.families import delta_net, experts
 from specjax.models.families.base import Family
+from specjax.models.fields import Fields, JsonObject
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     dense = experts.dense_layers(fields)
     if len(dense) < fields["num_hidden_layers"]:
         moe = experts.parse_shared(fields, dense_layers=dense)
@@ -17,7 +17,7 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     return delta_net.parse(fields, by_key_head=True) | {"moe": moe}
 
 
-def _format(config: ModelConfig) -> dict[str, Any]:
+def _format(config: ModelConfig) -> JsonObject:
     dense = config.moe.dense_layers if config.moe is not None else range(config.num_layers)
     beside = {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
     return delta_net.format_fields(config) | experts.format_shared(config) | beside

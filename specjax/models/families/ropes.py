@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from specjax.models.config import Layer, ModelConfig, Rope
 from specjax.models.fields import (
     CheckpointError,
     Field,
+    Fields,
+    FieldTable,
+    JsonObject,
     check_fields,
     flag,
     number,
@@ -42,7 +44,7 @@ _NEEDS = {
     "yarn": ("factor",),
     "proportional": (),
 }
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "rope_type": text(*_NEEDS, default=None),
     "type": text(*_NEEDS, default=None),  # its name before transformers 4.45
     "rope_theta": number(2, 1e12, default=None),
@@ -51,9 +53,7 @@ _FIELDS: dict[str, Field] = {
 }
 
 
-def parse_rope(
-    fields: Mapping[str, Any], theta: float = 10000.0, turns_parts: bool = False
-) -> Rope:
+def parse_rope(fields: Fields, theta: float = 10000.0, turns_parts: bool = False) -> Rope:
     """Parse both layouts: ``rope_theta`` with ``rope_scaling``, or ``rope_parameters``.
 
     The second layout is that of transformers 5. If both are present, ``rope_scaling`` is read, as
@@ -83,7 +83,7 @@ def parse_rope(
     return rope
 
 
-def said_of_rope(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def said_of_rope(fields: Fields) -> tuple[str, Fields]:
     """Return the name and the content of the field that describes the RoPE.
 
     It is ``rope_scaling`` if present, or else ``rope_parameters``.
@@ -96,7 +96,7 @@ _ONLY_OF_A_MODEL = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta
 """Fields of a RoPE that are fixed by training, and never changed to extend the context."""
 
 
-def _check_not_lost(parameters: Mapping[str, Any], read: Mapping[str, Any]) -> None:
+def _check_not_lost(parameters: Fields, read: Fields) -> None:
     """Refuse a file where ``rope_scaling`` hides a trained value of ``rope_parameters``.
 
     transformers then computes with a default: a user who adds ``rope_scaling`` for longer texts
@@ -112,7 +112,7 @@ def _check_not_lost(parameters: Mapping[str, Any], read: Mapping[str, Any]) -> N
 
 
 def _parse(
-    raw: Mapping[str, Any],
+    raw: Fields,
     place: str,
     theta: float,
     positions: int,
@@ -155,7 +155,7 @@ def _parse(
     return rope
 
 
-def check_turned(fields: Mapping[str, Any]) -> None:
+def check_turned(fields: Fields) -> None:
     """Refuse a ``partial_rotary_factor`` that does not rotate pairs of a head's numbers.
 
     The error is a `CheckpointError`.
@@ -174,9 +174,9 @@ def check_turned(fields: Mapping[str, Any]) -> None:
         )
 
 
-def format_rope(rope: Rope) -> dict[str, Any]:
+def format_rope(rope: Rope) -> JsonObject:
     """Return the ``rope_parameters`` that `parse_rope` reads."""
-    raw: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    raw: JsonObject = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind != "default":
         raw |= {
             name: value
@@ -189,7 +189,7 @@ def format_rope(rope: Rope) -> dict[str, Any]:
 # --- one RoPE for each kind of layer -------------------------------------------------------------
 
 
-def parse_by_kind(fields: Mapping[str, Any], defaults: Mapping[str, Rope]) -> dict[str, Rope]:
+def parse_by_kind(fields: Fields, defaults: Mapping[str, Rope]) -> dict[str, Rope]:
     """Return the RoPE of each kind of layer, full and windowed.
 
     Files of transformers 5 have ``rope_parameters`` for each kind. In older files ``rope_theta``
@@ -229,7 +229,7 @@ def parse_by_kind(fields: Mapping[str, Any], defaults: Mapping[str, Rope]) -> di
     return ropes
 
 
-def _rescaled(rope_parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+def _rescaled(rope_parameters: Fields, scaling: Fields) -> JsonObject:
     """Return ``rope_parameters`` of the full layers, updated with ``rope_scaling``."""
     if rope_parameters and rope_parameters.get(FULL) is None:
         raise CheckpointError(
@@ -246,7 +246,7 @@ def _rescaled(rope_parameters: Mapping[str, Any], scaling: Mapping[str, Any]) ->
     return whole
 
 
-def layers_by_kind(fields: Mapping[str, Any], full: Layer) -> tuple[Layer, ...]:
+def layers_by_kind(fields: Fields, full: Layer) -> tuple[Layer, ...]:
     """Return the ``layers`` of a `ModelConfig` whose own fields describe windowed layers.
 
     ``full`` has the fields in which the full layers differ.
@@ -265,6 +265,6 @@ def ropes_of(config: ModelConfig) -> dict[str, Rope]:
     return {FULL: full[0] if full else config.rope, WINDOWED: config.rope}
 
 
-def format_by_kind(config: ModelConfig) -> dict[str, Any]:
+def format_by_kind(config: ModelConfig) -> JsonObject:
     """Return the fields that `parse_by_kind` reads."""
     return {"rope_parameters": {kind: format_rope(rope) for kind, rope in ropes_of(config).items()}}

@@ -1,13 +1,12 @@
 """SmolLM3 (Hugging Face, 2025): Llama, every fourth layer without RoPE (NoPE, arXiv 2501.18795)."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.config import Layer, ModelConfig, Rope
 from specjax.models.families.base import Family
-from specjax.models.fields import CheckpointError, Field, whole
+from specjax.models.fields import CheckpointError, Field, Fields, FieldTable, JsonObject, whole
 
-_FIELDS: dict[str, Field] = {
+_FIELDS: FieldTable = {
     "no_rope_layers": Field(
         "a list with 1 for each layer with RoPE and 0 for each other",
         lambda value: (
@@ -20,7 +19,7 @@ _FIELDS: dict[str, Field] = {
 _NO_POSITIONS = Layer(rope=Rope(kind="none"))
 
 
-def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse(fields: Fields) -> dict[str, Any]:
     count = fields["num_hidden_layers"]
     every = fields["no_rope_layer_interval"]
     turned = fields["no_rope_layers"]
@@ -45,11 +44,11 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     return windows | {"layers": () if all(turned[:count]) else layers}
 
 
-def _has_windows(fields: Mapping[str, Any]) -> bool:
+def _has_windows(fields: Fields) -> bool:
     return bool(fields["use_sliding_window"]) and fields["sliding_window"] is not None
 
 
-def _format(config: ModelConfig) -> dict[str, Any]:
+def _format(config: ModelConfig) -> JsonObject:
     turned = [int(config.of_layer(i).rope.kind != "none") for i in range(config.num_layers)]
     # transformers' default padding id does not exist in smaller vocabularies.
     return {"no_rope_layers": turned, "pad_token_id": None}

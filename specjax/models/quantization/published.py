@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.models.fields import CheckpointError, show
+from specjax.models.fields import CheckpointError, Fields, show
 from specjax.models.quantization.stored import (
     Awq,
     Gptq,
@@ -111,16 +111,16 @@ def check_config(raw: Any, source: str) -> None:
         _check_compressed(raw, need)
 
 
-def method_of(raw: Mapping[str, Any]) -> Any:
+def method_of(raw: Fields) -> Any:
     """Return the name of the quantization method in a ``quantization_config``."""
     return raw.get("quant_method", raw.get("method"))  # GPTQModel writes "method"
 
 
-def _gptq_format(raw: Mapping[str, Any]) -> Any:
+def _gptq_format(raw: Fields) -> Any:
     return raw.get("checkpoint_format", raw.get("format", "gptq"))
 
 
-def _check_compressed(raw: Mapping[str, Any], need: _Need) -> None:
+def _check_compressed(raw: Fields, need: _Need) -> None:
     sparsity, transform = raw.get("sparsity_config") or {}, raw.get("transform_config") or {}
     is_dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
     need(is_dense, "sparsity_config", sparsity, "dense, or left out")
@@ -153,7 +153,7 @@ def _check_compressed(raw: Mapping[str, Any], need: _Need) -> None:
         _check_group(group, need, of, layout == "pack-quantized")
 
 
-def _check_group(group: Mapping[str, Any], need: _Need, of: str, is_packed: bool) -> None:
+def _check_group(group: Fields, need: _Need, of: str, is_packed: bool) -> None:
     weights, inputs = group.get("weights"), group.get("input_activations") or {}
     need(isinstance(weights, dict), f"{of}.weights", weights, "an object")
     assert isinstance(weights, dict)
@@ -206,7 +206,7 @@ def _is_target(target: Any) -> bool:
         return False
 
 
-def _strategy(weights: Mapping[str, Any]) -> Any:
+def _strategy(weights: Fields) -> Any:
     """Return what shares a scale.
 
     If the field is absent, compressed-tensors derives it from the group size.
@@ -221,7 +221,7 @@ def _strategy(weights: Mapping[str, Any]) -> Any:
 
 
 def matrices(
-    tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path
+    tensors: Mapping[str, Any], raw: Fields, directory: Path
 ) -> tuple[dict[str, StoredMatrix], set[str]]:
     """Return the quantized matrices of a checkpoint, except those of MXFP4.
 
@@ -270,7 +270,7 @@ Found = tuple[str, StoredMatrix, set[str]]
 class _Parts:
     """The tensors of a checkpoint, which are checked when they are looked up."""
 
-    def __init__(self, tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path) -> None:
+    def __init__(self, tensors: Mapping[str, Any], raw: Fields, directory: Path) -> None:
         self.tensors, self.raw, self.directory = tensors, raw, directory
 
     def get(
@@ -321,7 +321,7 @@ class _Parts:
         """Raise a `CheckpointError`."""
         raise CheckpointError(f"{self.directory}: {what}: {ADVICE}")
 
-    def group_of(self, matrix: str) -> Mapping[str, Any]:
+    def group_of(self, matrix: str) -> Fields:
         """Return the group of compressed-tensors' ``config_groups`` that a matrix belongs to.
 
         A name takes precedence over a pattern, and a pattern over a class of layers.
@@ -347,13 +347,13 @@ class _Parts:
         return matching[0]
 
 
-def _activations(group: Mapping[str, Any]) -> int:
+def _activations(group: Fields) -> int:
     """Return to how many bits the inputs of an integer matrix are rounded."""
     inputs = group.get("input_activations")
     return 8 if inputs and inputs.get("type", "int") == "int" else 16
 
 
-def _size_of_groups(weights: Mapping[str, Any]) -> int:
+def _size_of_groups(weights: Fields) -> int:
     """Return the group size; 0 means one group of all inputs."""
     return weights["group_size"] if _strategy(weights) == "group" else 0
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.models.fields import CheckpointError
+from specjax.models.fields import CheckpointError, JsonObject
 from specjax.models.params import Param
 from specjax.models.quantization.packing import packed
 from specjax.models.quantization.weights import BLOCK, Form, is_quantized, matrices_in
@@ -92,7 +92,7 @@ def _of_blocks(name: str, scales: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(blocks.T)
 
 
-def format_config(declared: Any) -> dict[str, Any] | None:
+def format_config(declared: Any) -> JsonObject | None:
     """Return the ``quantization_config`` of a checkpoint with these declarations.
 
     It is None if nothing is quantized.
@@ -151,7 +151,7 @@ def format_config(declared: Any) -> dict[str, Any] | None:
     }
 
 
-def _weights(form: Form) -> dict[str, Any]:
+def _weights(form: Form) -> JsonObject:
     """Return compressed-tensors' arguments for weights of a form."""
     is_float = form.kind == "fp8"
     strategy = ("block" if is_float else "group") if form.group else "channel"

@@ -55,6 +55,17 @@ class RequestError(Exception):
         return error_object(self.status, self.message, param=self.param, code=self.code)
 
 
+def invalid(param: str, message: str, code: str | None = None) -> RequestError:
+    """Return the error for an invalid parameter of a request.
+
+    Examples:
+        >>> from specjax.serving.http.errors import invalid
+        >>> invalid("n", "n=0: must be from 1 to 16").status
+        400
+    """
+    return RequestError(400, message, param=param, code=code)
+
+
 def error_object(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from specjax.arguments import LARGEST, LARGEST_FLOAT
 from specjax.errors import InputError
 from specjax.sampling import SAMPLING_NAMES, Sampling
 from specjax.sampling_params import SamplingParams
-from specjax.serving.http.errors import RequestError
+from specjax.serving.http.errors import RequestError, invalid
 from specjax.templates import Messages, Settings, read_settings
 
 MAX_PROMPTS = 64
@@ -397,16 +397,12 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
     name, max_tokens = _max_tokens(fields, minimum=0)
     max_tokens = 16 if max_tokens is None else max_tokens
     if max_tokens == 0 and not echo:
-        raise RequestError(
-            400,
-            f"{name}=0: it needs echo, for the logprobs of the prompt; give at least 1",
-            param=name,
+        raise invalid(
+            name, f"{name}=0: it needs echo, for the logprobs of the prompt; give at least 1"
         )
     if max_tokens == 0 and logprobs is None:
-        raise RequestError(
-            400,
-            f"{name}=0: with echo, give logprobs too; there is nothing else to compute",
-            param=name,
+        raise invalid(
+            name, f"{name}=0: with echo, give logprobs too; there is nothing else to compute"
         )
     return _request(
         fields,
@@ -441,16 +437,14 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
     if fields.logprobs:
         logprobs = _top_count("top_logprobs", top_count, limits)
     elif top_count:
-        raise RequestError(
-            400,
-            f"top_logprobs={_shown(top_count)}: it needs logprobs=true; give both",
-            param="top_logprobs",
+        raise invalid(
+            "top_logprobs", f"top_logprobs={_shown(top_count)}: it needs logprobs=true; give both"
         )
     if fields.add_special_tokens:
         message = (
             "add_special_tokens=true: the chat template writes them; leave it out, or give false"
         )
-        raise RequestError(400, message, param="add_special_tokens", code="unsupported_parameter")
+        raise invalid("add_special_tokens", message, code="unsupported_parameter")
     settings, unread = _template_settings(fields.chat_template_kwargs, limits)
     return _request(
         fields,
@@ -490,7 +484,7 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
             ignored=(*ignored, *unread),
         )
     if fields.prompt is UNSET or fields.messages is not UNSET:
-        raise RequestError(400, "prompt: give either prompt or messages", param="prompt")
+        raise invalid("prompt", "prompt: give either prompt or messages")
     if template_kwargs is not UNSET:
         ignored = (*ignored, "chat_template_kwargs")
     has_special = _or(fields.add_special_tokens, True)
@@ -544,7 +538,7 @@ def _check_model(model: Any, limits: Limits, *, may_be_left_out: bool) -> None:
     if model is UNSET:
         if may_be_left_out:
             return
-        raise RequestError(400, f"model: it is missing; give {limits.names[0]!r}", param="model")
+        raise invalid("model", f"model: it is missing; give {limits.names[0]!r}")
     if model not in limits.names:
         message = f"model={_shown(model)}: the server does not have it; give {limits.names[0]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
@@ -574,9 +568,7 @@ def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
                 maximum = limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
         if (count := text.count(b",") + 1) > maximum:
             code = "context_length_exceeded" if name == "prompt" else None
-            raise RequestError(
-                400, f"{name}: there are {count} ids; give at most {maximum}", param=name, code=code
-            )
+            raise invalid(name, f"{name}: there are {count} ids; give at most {maximum}", code=code)
 
 
 def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
@@ -589,8 +581,8 @@ def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
         (meta for part in get_args(kind) for meta in getattr(part, "__metadata__", ())), None
     )
     if bounds is not None and (value := _unbounded(raw, kind)) is not None:
-        raise RequestError(400, f"{name}={_shown(value)}: {_range(bounds, value)}", param=name)
-    raise RequestError(400, f"{name}: {reason}", param=name)
+        raise invalid(name, f"{name}={_shown(value)}: {_range(bounds, value)}")
+    raise invalid(name, f"{name}: {reason}")
 
 
 def _unbounded(raw: msgspec.Raw, kind: Any) -> Any:
@@ -631,7 +623,7 @@ def _check_neutral(name: str, raw: msgspec.Raw, neutral: Sequence[Any], reason: 
         return
     allowed = " or ".join(msgspec.json.encode(accepted).decode() for accepted in (*neutral, None))
     message = f"{name}={_shown(value)}: {reason}; leave it out, or give {allowed}"
-    raise RequestError(400, message, param=name, code="unsupported_parameter")
+    raise invalid(name, message, code="unsupported_parameter")
 
 
 # An escape in a JSON string. Two \u escapes, a high and a low surrogate, stand for a character
@@ -697,30 +689,23 @@ def _request(
     """
     n = _or(fields.n, 1)
     if n * len(prompts) > MAX_TEXTS:
-        raise RequestError(
-            400,
+        raise invalid(
+            "n",
             f"n={n}: with {len(prompts)} prompts it makes more than {MAX_TEXTS} texts; give fewer"
             " at a time",
-            param="n",
         )
     if fields.best_of not in (None, n):
-        raise RequestError(
-            400,
-            f"best_of={fields.best_of}: it is not supported; leave it out, or give n={n}",
-            param="best_of",
+        raise invalid(
+            "best_of", f"best_of={fields.best_of}: it is not supported; leave it out, or give n={n}"
         )
     min_tokens = _or(fields.min_tokens, 0)
     if max_tokens is not None and min_tokens > max_tokens:
-        raise RequestError(
-            400,
-            f"min_tokens={min_tokens}: it must not exceed max_tokens={max_tokens}",
-            param="min_tokens",
+        raise invalid(
+            "min_tokens", f"min_tokens={min_tokens}: it must not exceed max_tokens={max_tokens}"
         )
     stream = bool(fields.stream)
     if fields.stream_options is not None and not stream:
-        raise RequestError(
-            400, "stream_options: it needs stream=true; leave it out", param="stream_options"
-        )
+        raise invalid("stream_options", "stream_options: it needs stream=true; leave it out")
     options = fields.stream_options or _StreamOptions()
     # Negative seeds map to the largest ones: -1 to 2**63 - 1, -2 to 2**63 - 2, and so on.
     seed = None if fields.seed is None else fields.seed & (2**63 - 1)
@@ -758,9 +743,7 @@ def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
     if stated["top_k"] == -1:
         stated["top_k"] = 0
     if stated["top_p"] == 0:
-        raise RequestError(
-            400, "top_p=0: must be above 0; for greedy sampling give temperature 0", param="top_p"
-        )
+        raise invalid("top_p", "top_p=0: must be above 0; for greedy sampling give temperature 0")
     return limits.default_sampling.with_explicit(**stated)
 
 
@@ -777,9 +760,7 @@ def _max_tokens(fields: _TextFields, minimum: int) -> tuple[str, int | None]:
 def _whole(name: str, value: int, minimum: int, maximum: int) -> int:
     """Check the bounds of a whole number whose type does not state them, and return it."""
     if not minimum <= value <= maximum:
-        raise RequestError(
-            400, f"{name}={_shown(value)}: must be from {minimum} to {maximum}", param=name
-        )
+        raise invalid(name, f"{name}={_shown(value)}: must be from {minimum} to {maximum}")
     return value
 
 
@@ -790,9 +771,7 @@ def _or(value: Any, default: Any) -> Any:
 def _top_count(name: str, count: int, limits: Limits) -> int:
     """Check the number of top log-probabilities, and return it."""
     if limits.max_logprobs < 1:
-        raise RequestError(
-            400, "logprobs: this server has none (--max-logprobs 0); leave it out", param="logprobs"
-        )
+        raise invalid("logprobs", "logprobs: this server has none (--max-logprobs 0); leave it out")
     return _whole(name, count, 0, limits.max_logprobs)
 
 
@@ -800,16 +779,14 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     """Check the stop strings, and return them."""
     strings = [stop] if isinstance(stop, str) else stop or []
     if len(strings) > MAX_STOPS:
-        raise RequestError(
-            400, f"stop: there are {len(strings)} strings; give at most {MAX_STOPS}", param="stop"
-        )
+        raise invalid("stop", f"stop: there are {len(strings)} strings; give at most {MAX_STOPS}")
     for string in strings:
         if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
             message = (
                 f"stop={_shown(string)}: it has {len(string)} characters; give from 1 to"
                 f" {MAX_STOP_CHARACTERS}"
             )
-            raise RequestError(400, message, param="stop")
+            raise invalid("stop", message)
     return tuple(strings)
 
 
@@ -821,7 +798,7 @@ def _stop_token_ids(fields: _TextFields, limits: Limits) -> tuple[int, ...] | No
         return None
     if len(stated) > MAX_TEXTS:  # duplicates are allowed, but not a million of them
         message = f"stop_token_ids: there are {len(stated)} ids; give at most {MAX_STOP_TOKENS}"
-        raise RequestError(400, message, param="stop_token_ids")
+        raise invalid("stop_token_ids", message)
     _check_tokens("stop_token_ids", stated, limits)
     ids = tuple(dict.fromkeys((*of_model, *stated)))
     if len(ids) > MAX_STOP_TOKENS:
@@ -830,7 +807,7 @@ def _stop_token_ids(fields: _TextFields, limits: Limits) -> tuple[int, ...] | No
             f"stop_token_ids: there are {len(ids)} ids, {len(of_model)} of them the model's; give"
             f" at most {maximum}"
         )
-        raise RequestError(400, message, param="stop_token_ids")
+        raise invalid("stop_token_ids", message)
     return ids
 
 
@@ -839,14 +816,10 @@ def _prediction(prediction: _Prediction | None, limits: Limits) -> str | None:
     if prediction is None:
         return None
     if prediction.type != "content":
-        raise RequestError(
-            400, f"prediction.type={_shown(prediction.type)}: must be 'content'", param="prediction"
-        )
+        raise invalid("prediction", f"prediction.type={_shown(prediction.type)}: must be 'content'")
     if limits.max_prediction < 1:
-        raise RequestError(
-            400,
-            "prediction: this server accepts none (--max-prediction 0); leave it out",
-            param="prediction",
+        raise invalid(
+            "prediction", "prediction: this server accepts none (--max-prediction 0); leave it out"
         )
     return _joined("prediction", prediction.content) or None
 
@@ -854,34 +827,27 @@ def _prediction(prediction: _Prediction | None, limits: Limits) -> str | None:
 def _prompts(prompt: Any, limits: Limits) -> tuple[str | list[int], ...]:
     """Check one or several prompts, texts or token ids, and return them."""
     if prompt is UNSET:
-        raise RequestError(
-            400, "prompt: it is missing; give text, token ids, or a list of either", param="prompt"
-        )
+        raise invalid("prompt", "prompt: it is missing; give text, token ids, or a list of either")
     if isinstance(prompt, str):
         return (_text("prompt", prompt),)
     kinds = set(map(type, prompt))
     if not prompt or len(kinds) > 1:
-        raise RequestError(
-            400,
+        raise invalid(
+            "prompt",
             "prompt: give text, token ids, a list of texts, or a list of lists of token ids",
-            param="prompt",
         )
     if kinds == {int}:
         _check_tokens("prompt", prompt, limits)
         return (prompt,)
     if len(prompt) > MAX_PROMPTS:
-        raise RequestError(
-            400,
-            f"prompt: there are {len(prompt)} prompts; give at most {MAX_PROMPTS}",
-            param="prompt",
+        raise invalid(
+            "prompt", f"prompt: there are {len(prompt)} prompts; give at most {MAX_PROMPTS}"
         )
     for text_or_ids in prompt:
         if isinstance(text_or_ids, str):
             _text("prompt", text_or_ids)
         elif not text_or_ids:
-            raise RequestError(
-                400, "prompt=[]: it is empty; give at least one token id", param="prompt"
-            )
+            raise invalid("prompt", "prompt=[]: it is empty; give at least one token id")
         else:
             _check_tokens("prompt", text_or_ids, limits)
     return tuple(prompt)
@@ -889,7 +855,7 @@ def _prompts(prompt: Any, limits: Limits) -> tuple[str | list[int], ...]:
 
 def _text(name: str, text: str) -> str:
     if not text:
-        raise RequestError(400, f"{name}='': it is empty; give at least one character", param=name)
+        raise invalid(name, f"{name}='': it is empty; give at least one character")
     return text
 
 
@@ -900,23 +866,19 @@ def _check_tokens(name: str, tokens: Sequence[int], limits: Limits) -> None:
             f"{name}: token id {_shown(wrong)} does not exist; give ids from 0 to"
             f" {limits.vocab_size - 1}"
         )
-        raise RequestError(400, message, param=name)
+        raise invalid(name, message)
 
 
 def _messages(messages: list[_ChatMessage] | UnsetType, limits: Limits) -> Messages:
     """Check the messages of a chat, and return them. The chat template checks roles and order."""
     if not limits.has_chat:
         message = "messages: this model has no chat template; give text to /v1/completions"
-        raise RequestError(400, message, param="messages", code="no_chat_template")
+        raise invalid("messages", message, code="no_chat_template")
     if messages is UNSET or not messages:
-        raise RequestError(
-            400, "messages: it is missing or empty; give at least one message", param="messages"
-        )
+        raise invalid("messages", "messages: it is missing or empty; give at least one message")
     if len(messages) > MAX_MESSAGES:
-        raise RequestError(
-            400,
-            f"messages: there are {len(messages)}; give at most {MAX_MESSAGES}",
-            param="messages",
+        raise invalid(
+            "messages", f"messages: there are {len(messages)}; give at most {MAX_MESSAGES}"
         )
     return [_message(index, message) for index, message in enumerate(messages)]
 
@@ -928,9 +890,7 @@ def _template_settings(
     try:
         settings = read_settings(kwargs or {})
     except InputError as error:
-        raise RequestError(
-            400, str(error), param="chat_template_kwargs", code="unsupported_parameter"
-        ) from None
+        raise invalid("chat_template_kwargs", str(error), code="unsupported_parameter") from None
     read_names = settings.keys() if limits.template_names is None else limits.template_names
     return settings, [f"chat_template_kwargs.{name}" for name in settings if name not in read_names]
 
@@ -946,7 +906,7 @@ def _message(index: int, message: _ChatMessage) -> dict[str, Any]:
         reason = (
             f"messages[{index}].content: it is missing or null; give text, or parts of type 'text'"
         )
-        raise RequestError(400, reason, param="messages")
+        raise invalid("messages", reason)
     result: dict[str, Any] = {"role": message.role}
     result["content"] = None if message.content is None else _joined("messages", message.content)
     for name in ("name", "tool_call_id"):
@@ -968,11 +928,9 @@ def _joined(name: str, content: str | list[_Part]) -> str:
         return content
     for part in content:
         if part.type != "text":
-            raise RequestError(
-                400,
-                f"{name}: a part has type {_shown(part.type)}; give parts of type 'text'",
-                param=name,
+            raise invalid(
+                name, f"{name}: a part has type {_shown(part.type)}; give parts of type 'text'"
             )
         if part.text is None:
-            raise RequestError(400, f"{name}: a part has no text; give its text", param=name)
+            raise invalid(name, f"{name}: a part has no text; give its text")
     return "\n".join(part.text or "" for part in content)

@@ -18,7 +18,7 @@ from specjax.serving.engine import Engine
 from specjax.serving.handle import Handle, TextCancelledError
 from specjax.serving.http import requests
 from specjax.serving.http.drafts import Drafts
-from specjax.serving.http.errors import RequestError
+from specjax.serving.http.errors import RequestError, invalid
 from specjax.serving.http.metrics import Metrics
 from specjax.serving.http.requests import Limits, TextRequest
 from specjax.serving.http.responses import draining_error
@@ -187,7 +187,7 @@ class Service:
                 f"n={request.n}: it makes {count} texts; this server accepts at most"
                 f" {self.options.max_texts}"
             )
-            raise RequestError(400, message, param="n")
+            raise invalid("n", message)
         self._reserve_places(submission, count)
         prompts = []
         for prompt in request.prompts:
@@ -266,7 +266,7 @@ class Service:
                 f"{name}: its {length} characters make more than {self.engine.capacity} tokens, the"
                 " longest text; shorten it"
             )
-            raise RequestError(400, message, param=name, code="context_length_exceeded")
+            raise invalid(name, message, code="context_length_exceeded")
         with _as_answers(name):
             if isinstance(prompt, str) and not add_special_tokens:
                 tokens = encode_continuation(self.engine.tokenizer, prompt)
@@ -285,13 +285,13 @@ class Service:
                 f"{name}: {length} tokens, and at least {minimum} to generate, exceed the longest"
                 f" text, {self.engine.capacity} tokens; shorten it"
             )
-            raise RequestError(400, message, param=name, code="context_length_exceeded")
+            raise invalid(name, message, code="context_length_exceeded")
         count = room if request.max_tokens is None else min(request.max_tokens, room)
         if request.params.min_new_tokens > count:
             message = (
                 f"min_tokens={request.params.min_new_tokens}: there is room for {count}; give fewer"
             )
-            raise RequestError(400, message, param="min_tokens")
+            raise invalid("min_tokens", message)
         return count
 
 
@@ -336,7 +336,7 @@ def _check_logprobs(
             f" {MAX_REQUEST_LOGPROBS} in all; give a smaller number, fewer tokens, or fewer prompts"
             " at a time"
         )
-        raise RequestError(400, message, param="logprobs", code="too_many_logprobs")
+        raise invalid("logprobs", message, code="too_many_logprobs")
 
 
 class Submission:
@@ -400,7 +400,7 @@ def _as_answers(name: str) -> Iterator[None]:
         ) from None
     except InputError as error:
         param = _PARAM.match(str(error))
-        raise RequestError(400, str(error), param=param[0] if param else name) from None
+        raise invalid(param[0] if param else name, str(error)) from None
 
 
 _PARAM = re.compile(

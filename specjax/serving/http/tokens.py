@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from specjax.vocabularies import byte_characters
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -66,16 +68,4 @@ def _bytes_of(word: str) -> bytes | None:
         return None
 
 
-def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character of byte-level vocabularies stands for.
-
-    Printable characters stand for themselves, and those from 256 on for the other bytes.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(unprintable)
-    }
-
-
-_BYTES = _byte_characters()
+_BYTES = byte_characters()

@@ -59,11 +59,8 @@ class DFlash2Training(TokenMethod):
                 f"method.conv_kernel_size={self.conv_kernel_size}: must be at least 1, and at most "
                 f"method.block_size={self.block_size}"
             )
-        for name in ("conv_group_size", "selector_rank", "selector_top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"method.{name}={getattr(self, name)}: must be at least 1")
-        if self.selector_weight < 0:
-            raise ConfigError(f"method.selector_weight={self.selector_weight}: must be at least 0")
+        self.check_minimum(1, "conv_group_size", "selector_rank", "selector_top_k")
+        self.check_minimum(0, "selector_weight")
 
     def options(self) -> Mapping[str, Any]:
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")

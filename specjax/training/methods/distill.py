@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
-from specjax.training.objectives.whole_model import ModelSizes
+from specjax.training.contract import Batch, Loss
+from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod
 from specjax.training.objectives.windows import forward
 
 
 @dataclass(frozen=True)
-class Distill(TrainingMethod):
+class Distill(WholeModelMethod):
     """A draft model from random weights: the forward KL divergence to the target's distribution.
 
     Attributes:
@@ -33,26 +33,15 @@ class Distill(TrainingMethod):
     name: Literal["distill"] = "distill"
     target: str = ""
     model: ModelSizes = ModelSizes()
-    whole_model: ClassVar[bool] = True
     best_by: ClassVar[str] = "acceptance"
 
-    def check(self, window: int) -> None:
-        super().check(window)
-        self.model.check(window)
-
-    def init(self, key: jax.Array, inputs: StudentInputs) -> Target:
-        return self.model.init(key, inputs)
-
-    def objective(
-        self, student: Target, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Target, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics.
 
         The metric ``acceptance`` is beta = sum min(p, q), the probability that rejection sampling
         accepts a token sampled from the student (Leviathan et al. 2023, Definition 3.1 and Theorem
         3.5). The metric ``agreement`` is its greedy counterpart.
         """
-        assert target is not None
         mask = batch["loss_mask"]
         target_logits, logits = forward(target, batch).logits, forward(student, batch).logits
         loss = losses.mean_over_positions(losses.forward_kl(target_logits, logits), mask)

@@ -74,12 +74,7 @@ class DSparkTraining(BlockMethod):
                 f"method.markov_rank={self.markov_rank}, method.confidence={self.confidence}: a"
                 " DSpark has at least one of the two heads"
             )
-        weights = (self.token_weight, self.distance_weight, self.confidence_weight, self.gamma)
-        if min(weights) < 0:
-            raise ConfigError(
-                f"method: token_weight, distance_weight, confidence_weight, gamma={weights}: must"
-                " be at least 0"
-            )
+        self.check_minimum(0, "token_weight", "distance_weight", "confidence_weight", "gamma")
         check_loss(self.loss, "distance", self.eta)
 
     def options(self) -> Mapping[str, Any]:

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-
 from specjax.drafters.methods.eagle import Eagle
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Metrics
+from specjax.training.contract import Batch, Loss
 from specjax.training.objectives.feature_loss import EagleMethod, feature_loss
 
 
@@ -15,16 +13,10 @@ from specjax.training.objectives.feature_loss import EagleMethod, feature_loss
 class Eagle1Training(EagleMethod):
     """SmoothL1 of the feature plus ``token_weight`` times the cross entropy (section 4.1).
 
+    For further fields see `EagleMethod`.
+
     Attributes:
         name: the name of the method.
-        target: directory or hub id of the target.
-        lsa: whether the drafter reads the target's keys and values through layer self-attention
-            (`EagleWithLayerAttention`).
-        intermediate_size: the size of the drafter's MLP; 0 for the target's.
-        token_weight: the weight of the cross entropy.
-        noise: the width of the uniform noise on the features that the drafter reads, in a window of
-            512 tokens.
-        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import Eagle1Training
@@ -35,17 +27,8 @@ class Eagle1Training(EagleMethod):
     """
 
     name: Literal["eagle1"] = "eagle1"
-    target: str = ""
-    lsa: bool = False
-    intermediate_size: int = 0
-    token_weight: float = 0.1
-    noise: float = 0.2
-    remat: bool = False
 
-    def objective(
-        self, student: Eagle, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
-        assert target is not None
+    def objective(self, student: Eagle, batch: Batch, target: Target) -> Loss:
         return feature_loss(
             student,
             batch,

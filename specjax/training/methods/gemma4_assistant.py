@@ -18,11 +18,11 @@ from specjax.config import ConfigError
 from specjax.drafters.methods.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from specjax.drafters.trained import open_drafter
 from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.primitives import linear
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, decayed, simulate
 from specjax.training.objectives.windows import document_mask, score
 
@@ -75,23 +75,14 @@ class Gemma4AssistantTraining(TrainingMethod):
 
     def check(self, window: int) -> None:
         super().check(window)
-        for name in ("hidden_size", "intermediate_size", "layers", "centroids"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"method.{name}={getattr(self, name)}: must be at least 0")
+        self.check_minimum(0, "hidden_size", "intermediate_size", "layers", "centroids")
+        self.check_minimum(0, "centroid_weight")
         if self.layers > 4:
             raise ConfigError(f"method.layers={self.layers}: an assistant has at most 4")
-        if self.steps < 1:
-            raise ConfigError(f"method.steps={self.steps}: must be at least 1")
-        if self.steps + 1 >= window:
-            raise ConfigError(
-                f"method.steps={self.steps}: data.window={window} is too short; give at least"
-                " steps + 2"
-            )
-        if self.decay <= 0 or self.centroid_weight < 0:
-            raise ConfigError(
-                f"method.decay={self.decay}, method.centroid_weight={self.centroid_weight}: must be"
-                " above 0, and at least 0"
-            )
+        self.check_minimum(1, "steps")
+        self.check_window(window, "steps")
+        if self.decay <= 0:
+            raise ConfigError(f"method.decay={self.decay}: must be above 0")
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Gemma4Assistant:
         target = inputs.frozen_target
@@ -114,11 +105,8 @@ class Gemma4AssistantTraining(TrainingMethod):
             )
         return Gemma4Assistant.checkpoint_format.read_config(open_drafter(inputs.init_from))
 
-    def objective(
-        self, student: Gemma4Assistant, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Gemma4Assistant, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics."""
-        assert target is not None
         output, entries = score(target, batch)
         target_clusters = (
             cluster_logits(student, output.logits) if student.config.centroids else None
@@ -136,8 +124,7 @@ class Gemma4AssistantTraining(TrainingMethod):
         steps = draft_along(student, batch, target, output, entries, self.steps, remat=self.remat)
         return decayed(batch, steps, jax.checkpoint(loss_of) if self.remat else loss_of, self.decay)
 
-    def evaluation(self, student: Gemma4Assistant, batch: Batch, target: Target | None) -> Metrics:
-        assert target is not None
+    def evaluation(self, student: Gemma4Assistant, batch: Batch, target: Target) -> Metrics:
         output, entries = score(target, batch)
         steps = draft_along(student, batch, target, output, entries, SIMULATED_STEPS)
         return simulate(output, batch, (student.logits(x) for x in steps))
@@ -162,7 +149,7 @@ def draft_along(
     batch: Batch,
     target: Target,
     output: Output,
-    entries: tuple[Entry, ...],
+    entries: Entries,
     steps: int,
     *,
     remat: bool = False,

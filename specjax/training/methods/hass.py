@@ -3,12 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-
-from specjax.config import ConfigError
 from specjax.drafters.methods.eagle import Eagle
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Metrics
+from specjax.training.contract import Batch, Loss
 from specjax.training.objectives.feature_loss import EagleMethod, feature_loss
 
 
@@ -16,18 +13,13 @@ from specjax.training.objectives.feature_loss import EagleMethod, feature_loss
 class HassTraining(EagleMethod):
     """EAGLE-1's loss over several aligned steps, and the top-k distillation loss.
 
+    For further fields see `EagleMethod`.
+
     Attributes:
         name: the name of the method.
-        target: directory or hub id of the target.
-        lsa: whether the drafter reads the target's keys and values through layer self-attention
-            (`EagleWithLayerAttention`).
-        intermediate_size: the size of the drafter's MLP; 0 for the target's.
         steps: the number of alignment steps (section 3.2 of the paper).
-        token_weight: the weight of the cross entropy.
         top_k: the number of tokens of the top-k loss (section 3.1).
         top_k_weight: the weight of the top-k loss.
-        noise: see `specjax.training.methods.Eagle1Training`.
-        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import HassTraining
@@ -38,27 +30,15 @@ class HassTraining(EagleMethod):
     """
 
     name: Literal["hass"] = "hass"
-    target: str = ""
-    lsa: bool = False
-    intermediate_size: int = 0
     steps: int = 3
-    token_weight: float = 0.1
     top_k: int = 10
     top_k_weight: float = 1.0
-    noise: float = 0.2
-    remat: bool = False
 
     def check(self, window: int) -> None:
         super().check(window)
-        if self.steps < 1 or self.top_k < 1:
-            raise ConfigError(
-                f"method.steps={self.steps}, method.top_k={self.top_k}: must be at least 1"
-            )
+        self.check_minimum(1, "steps", "top_k")
 
-    def objective(
-        self, student: Eagle, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
-        assert target is not None
+    def objective(self, student: Eagle, batch: Batch, target: Target) -> Loss:
         return feature_loss(
             student,
             batch,

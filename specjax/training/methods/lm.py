@@ -3,18 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
-from specjax.training.objectives.whole_model import ModelSizes
+from specjax.training.contract import Batch, Loss
+from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod
 from specjax.training.objectives.windows import forward
 
 
 @dataclass(frozen=True)
-class Lm(TrainingMethod):
+class Lm(WholeModelMethod):
     """A whole model from random weights: the cross entropy of the text's next token.
 
     Attributes:
@@ -30,18 +29,8 @@ class Lm(TrainingMethod):
     name: Literal["lm"] = "lm"
     model: ModelSizes = ModelSizes()
     needs_target: ClassVar[bool] = False
-    whole_model: ClassVar[bool] = True
 
-    def check(self, window: int) -> None:
-        super().check(window)
-        self.model.check(window)
-
-    def init(self, key: jax.Array, inputs: StudentInputs) -> Target:
-        return self.model.init(key, inputs)
-
-    def objective(
-        self, student: Target, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Target, batch: Batch, target: Target | None) -> Loss:
         """Return the loss in nats, and the metrics.
 
         The end of a document is predicted like any other token.

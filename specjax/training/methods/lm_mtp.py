@@ -16,10 +16,10 @@ from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
-from specjax.training.objectives.module_loss import check_modules, module_loss
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs
+from specjax.training.objectives.module_loss import module_loss
 from specjax.training.objectives.unrolling import simulate_unrolled
-from specjax.training.objectives.whole_model import ModelSizes
+from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod
 from specjax.training.objectives.windows import forward
 
 
@@ -60,7 +60,7 @@ class ModelWithMTP:
 
 
 @dataclass(frozen=True)
-class LmMTP(TrainingMethod):
+class LmMTP(WholeModelMethod):
     """The next token's cross entropy plus ``weight`` times the modules' mean cross entropy.
 
     Both the model and its modules start from random weights.
@@ -88,17 +88,12 @@ class LmMTP(TrainingMethod):
     final_weight: float = 0.1
     falls_at: float = 0.67
     needs_target: ClassVar[bool] = False
-    whole_model: ClassVar[bool] = True
 
     def check(self, window: int) -> None:
         super().check(window)
-        self.model.check(window)
-        check_modules(self.modules, window)
-        if self.weight < 0 or self.final_weight < 0:
-            raise ConfigError(
-                f"method.weight={self.weight}, method.final_weight={self.final_weight}: must be at"
-                " least 0"
-            )
+        self.check_minimum(1, "modules")
+        self.check_window(window, "modules")
+        self.check_minimum(0, "weight", "final_weight")
         if not 0 <= self.falls_at <= 1:
             raise ConfigError(
                 f"method.falls_at={self.falls_at}: must be a share of the training, from 0 to 1"
@@ -109,14 +104,12 @@ class LmMTP(TrainingMethod):
 
         So a training with modules can be compared with one without.
         """
-        model = self.model.init(key, inputs)
+        model = super().init(key, inputs)
         return ModelWithMTP(
             model, MTP.init(model, jax.random.fold_in(key, 1), modules=self.modules)
         )
 
-    def objective(
-        self, student: ModelWithMTP, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> Loss:
         """Return the loss in nats, and the metrics."""
         output = forward(student.model, batch)
         lm_loss = _lm_loss(output, batch)

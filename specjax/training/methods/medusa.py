@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax.config import ConfigError
 from specjax.drafters.methods.medusa import Medusa
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, prediction_loss, simulate
 from specjax.training.objectives.windows import forward
 
@@ -44,26 +44,17 @@ class MedusaTraining(TrainingMethod):
 
     def check(self, window: int) -> None:
         super().check(window)
-        if self.heads < 1 or self.blocks < 0:
-            raise ConfigError(
-                f"method.heads={self.heads}, method.blocks={self.blocks}: must be at least 1 and 0"
-            )
+        self.check_minimum(1, "heads")
+        self.check_minimum(0, "blocks")
         if self.decay <= 0:
             raise ConfigError(f"method.decay={self.decay}: must be above 0")
-        if self.heads + 1 >= window:
-            raise ConfigError(
-                f"method.heads={self.heads}: data.window={window} is too short; give at least"
-                " heads + 2"
-            )
+        self.check_window(window, "heads")
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Medusa:
         return Medusa.init(inputs.frozen_target, key, heads=self.heads, blocks=self.blocks)
 
-    def objective(
-        self, student: Medusa, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Medusa, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics."""
-        assert target is not None
         output = forward(target, batch)
         total, metrics = jnp.zeros(()), {}
         for head in range(self.heads):
@@ -74,8 +65,7 @@ class MedusaTraining(TrainingMethod):
             metrics[f"loss_{head}"] = loss
         return total, {"loss": total, **metrics}
 
-    def evaluation(self, student: Medusa, batch: Batch, target: Target | None) -> Metrics:
-        assert target is not None
+    def evaluation(self, student: Medusa, batch: Batch, target: Target) -> Metrics:
         output = forward(target, batch)
         heads = range(min(self.heads, SIMULATED_STEPS))
         return simulate(output, batch, (student.head(head, output.hidden) for head in heads))

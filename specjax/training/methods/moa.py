@@ -17,11 +17,11 @@ from jaxtyping import Array, Bool, Int
 
 from specjax.config import ConfigError
 from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.windows import document_mask, first_tokens, score
@@ -82,11 +82,7 @@ class MoATraining(TrainingMethod):
                 f"method.staircase_until={self.staircase_until}: must be a share of the training,"
                 " from 0 to 1"
             )
-        if self.tli < 0 or self.intermediate_size < 0:
-            raise ConfigError(
-                f"method.tli={self.tli}, method.intermediate_size={self.intermediate_size}: must be"
-                " at least 0"
-            )
+        self.check_minimum(0, "tli", "intermediate_size")
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> MixtureOfAttentions:
         sizes = layer_sizes(self.intermediate_size)
@@ -94,15 +90,12 @@ class MoATraining(TrainingMethod):
             inputs.frozen_target, key, tli=self.tli, lsa=self.lsa, **sizes
         )
 
-    def objective(
-        self, student: MixtureOfAttentions, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: MixtureOfAttentions, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics.
 
         With target layer inference, the states that enter the target's last layers are compared as
         well.
         """
-        assert target is not None
         first = student.tli_layers(target)[0]
         output, entries = score(target, batch, taps=(first,) if self.tli else ())
         length, staircase = self.draw(batch["key"], batch["tokens"].shape[0], batch["progress"])
@@ -137,10 +130,7 @@ class MoATraining(TrainingMethod):
         share = jnp.maximum(1 - progress / max(self.staircase_until, 1e-6), 0)
         return length, jax.random.uniform(staircase_key, (rows,)) < share
 
-    def evaluation(
-        self, student: MixtureOfAttentions, batch: Batch, target: Target | None
-    ) -> Metrics:
-        assert target is not None
+    def evaluation(self, student: MixtureOfAttentions, batch: Batch, target: Target) -> Metrics:
         output, entries = score(target, batch)
         states = draft_everywhere(student, batch, target, output, entries, SIMULATED_STEPS)
         # `simulate` expects the predictions of the draft with root t + 1 at position t.
@@ -180,7 +170,7 @@ def draft_blocks(
     batch: Batch,
     target: Target,
     output: Output,
-    entries: tuple[Entry, ...],
+    entries: Entries,
     starts: jax.Array,
     staircase: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
@@ -218,7 +208,7 @@ def draft_everywhere(
     batch: Batch,
     target: Target,
     output: Output,
-    entries: tuple[Entry, ...],
+    entries: Entries,
     steps: int,
 ) -> Iterator[jax.Array]:
     """Yield the states ``[B, T, H]`` of each step, which the target's head reads.
@@ -235,7 +225,7 @@ def draft_everywhere(
         target.embed(batch["tokens"][:, :-1]), index, document_mask(segments)
     )
     first, last = student.tli_layers(target)
-    scratch: list[tuple[tuple[Entry, ...], jax.Array | None]] = [(entries[first:last], verified)]
+    scratch: list[tuple[Entries, jax.Array | None]] = [(entries[first:last], verified)]
     alone = jnp.eye(count, dtype=bool)[None]
     for step in range(steps):
         positions = index + step

@@ -10,9 +10,9 @@ from specjax.drafters.methods.mtp import MTP
 from specjax.drafters.trained import open_drafter
 from specjax.errors import InputError
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Metrics, StudentInputs
+from specjax.training.contract import Batch, Loss, StudentInputs
 from specjax.training.objectives.ahead import Labels
-from specjax.training.objectives.module_loss import check_modules, module_loss
+from specjax.training.objectives.module_loss import module_loss
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes
 from specjax.training.objectives.windows import forward
 
@@ -53,7 +53,8 @@ class MTPTraining(FeatureMethod):
 
     def check(self, window: int) -> None:
         super().check(window)
-        check_modules(self.modules, window)
+        self.check_minimum(1, "modules")
+        self.check_window(window, "modules")
         if self.steps and not self.modules <= self.steps < window - 1:
             raise ConfigError(
                 f"method.steps={self.steps}: must be 0, or from method.modules={self.modules} to"
@@ -78,11 +79,8 @@ class MTPTraining(FeatureMethod):
             student, config=replace(student.config, experts_joined=earlier.experts_joined)
         )
 
-    def objective(
-        self, student: MTP, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: MTP, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics."""
-        assert target is not None
         output = forward(target, batch)
         loss, metrics = module_loss(
             student, batch, target, output, self.labels, steps=self.steps, remat=self.remat

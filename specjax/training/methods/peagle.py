@@ -9,52 +9,37 @@ all have depth 0, and a share of those that have depth d also has depth d + 1.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
+from specjax.drafters.features import Past
 from specjax.drafters.methods.peagle import PEagle
-from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
-from specjax.training.objectives.acceptance import AcceptanceLoss, check_loss
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, counted, simulate
-from specjax.training.objectives.draft_vocabulary import draft_labels, most_frequent, token_loss
-from specjax.training.objectives.unrolling import layer_sizes
+from specjax.training.objectives.draft_vocabulary import Eagle3Method, draft_labels, token_loss
 from specjax.training.objectives.windows import document_mask, forward
 
 
 @dataclass(frozen=True)
-class PEagleTraining(TrainingMethod):
+class PEagleTraining(Eagle3Method):
     """The loss at every depth of every place that was drawn, all with equal weight.
+
+    Published drafters are trained with a frozen head. For further fields see `Eagle3Method`.
 
     Attributes:
         name: the name of the method.
-        target: directory or hub id of the target.
-        draft_vocab_size: the number of tokens that the drafter can draft, the most frequent ones of
-            the training data; 0 for all.
-        intermediate_size: the size of the drafter's MLPs; 0 for the target's.
         layers: the number of layers of the drafter.
         mask_token_id: the token that stands where nothing is drafted yet; -1 for the target's last
             token.
-        taps: the target layers whose input the drafter reads; empty for a low, a middle and a high
-            one.
-        norm_before_residual: see `Eagle3Config`, also for the next two fields.
-        norm_before_fc: whether to use one norm over all taps.
-        fc_norm: whether to use a norm for each tap.
-        freeze_head: whether to freeze the head, which starts as the target's rows of tokens that
-            can be drafted. Published drafters are trained so.
         depths: the number of depths that are trained.
         kept: depth d is trained at the share ``kept ** d`` of the places ...
         kept_at_least: ... or at this share, if it is larger.
-        loss: the loss of a token: the cross entropy, as published, or a loss of acceptance (arXiv
-            2602.23881).
-        eta: the parameter of the hybrid loss, see `losses.hybrid`.
-        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import PEagleTraining
@@ -67,48 +52,23 @@ class PEagleTraining(TrainingMethod):
     """
 
     name: Literal["peagle"] = "peagle"
-    target: str = ""
-    draft_vocab_size: int = 0
-    intermediate_size: int = 0
     layers: int = 4
     mask_token_id: int = -1
-    taps: tuple[int, ...] = ()
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    freeze_head: bool = False
     depths: int = 8
     kept: float = 0.7
     kept_at_least: float = 0.2
-    loss: Literal["cross_entropy"] | AcceptanceLoss = "cross_entropy"
-    eta: float = 3.0
-    remat: bool = False
-    best_by: ClassVar[str] = "acceptance_length"
 
     def check(self, window: int) -> None:
         super().check(window)
-        if self.depths < 1 or self.layers < 1:
-            raise ConfigError(
-                f"method.depths={self.depths}, method.layers={self.layers}: must be at least 1"
-            )
-        if self.draft_vocab_size < 0 or self.intermediate_size < 0 or self.mask_token_id < -1:
-            raise ConfigError(
-                f"method.draft_vocab_size={self.draft_vocab_size},"
-                f" method.intermediate_size={self.intermediate_size},"
-                f" method.mask_token_id={self.mask_token_id}: must be at least 0, which is as many"
-                " as the target has, and at least -1, which is the target's last token"
-            )
+        self.check_minimum(1, "depths")
+        # -1 is the target's last token.
+        self.check_minimum(-1, "mask_token_id")
         if not (0 < self.kept <= 1 and 0 <= self.kept_at_least <= 1):
             raise ConfigError(
                 f"method.kept={self.kept}, method.kept_at_least={self.kept_at_least}: must be above"
                 " 0 and from 0, up to 1"
             )
-        if self.depths >= window:
-            raise ConfigError(
-                f"method.depths={self.depths}: data.window={window} is too short; give at least"
-                " depths + 1"
-            )
-        check_loss(self.loss, "cross_entropy", self.eta)
+        self.check_window(window, "depths", further=1)
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> PEagle:
         target = inputs.frozen_target
@@ -122,18 +82,7 @@ class PEagleTraining(TrainingMethod):
             key,
             self.depths,
             mask_token_id=None if self.mask_token_id < 0 else self.mask_token_id,
-            ids=(
-                most_frequent(inputs.counts, self.draft_vocab_size)
-                if self.draft_vocab_size
-                else None
-            ),
-            taps=self.taps or None,
-            variant={
-                name: getattr(self, name)
-                for name in ("norm_before_residual", "norm_before_fc", "fc_norm")
-            },
-            **layer_sizes(self.intermediate_size),
-            num_layers=self.layers,
+            **self.options(inputs),
         )
 
     def places(self, window: int) -> tuple[int, ...]:
@@ -145,20 +94,15 @@ class PEagleTraining(TrainingMethod):
         shares = [max(self.kept**depth, self.kept_at_least) for depth in range(self.depths)]
         return tuple(max(int(window * share), 1) for share in shares)
 
-    def objective(
-        self, student: PEagle, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: PEagle, batch: Batch, target: Target) -> Loss:
         """Return the loss, and the metrics.
 
         The divisor is the number of all places of all depths, counted or not, which is the same in
         every batch. Places at which the target's likeliest token cannot be drafted do not count.
         The metric ``loss_d`` is the mean loss of depth d over the places that count.
         """
-        assert target is not None
-        output = forward(target, batch, student.taps(target.config))
-        target_logits, can_be_drafted = draft_labels(student, target, output)
-        log_total = jax.nn.logsumexp(output.logits, axis=-1)
-        rows, window = output.hidden.shape[:2]
+        features, target_logits, log_total, can_be_drafted = draft_labels(student, target, batch)
+        rows, window = log_total.shape
         sizes = self.places(window)
         can_be_drafted = jnp.broadcast_to(can_be_drafted, (rows, window))
 
@@ -182,13 +126,7 @@ class PEagleTraining(TrainingMethod):
         every = jnp.broadcast_to(jnp.arange(window), (rows, window))
         drawn_places, reach = draw(batch, sizes[1:])
         depths = read_depths(
-            student,
-            target,
-            batch,
-            student.features(output),
-            drawn_places,
-            sizes[1:],
-            remat=self.remat,
+            student, target, batch, features, drawn_places, sizes[1:], remat=self.remat
         )
         total, metrics = jnp.zeros(()), {}
         for depth, (size, states) in enumerate(zip(sizes, depths, strict=True)):
@@ -204,9 +142,8 @@ class PEagleTraining(TrainingMethod):
             metrics[f"loss_{depth}"] = loss_of_depth
         return total, {"loss": total, **metrics}
 
-    def evaluation(self, student: PEagle, batch: Batch, target: Target | None) -> Metrics:
+    def evaluation(self, student: PEagle, batch: Batch, target: Target) -> Metrics:
         """Return the metrics of `simulate`, from every place to every depth."""
-        assert target is not None
         output = forward(target, batch, student.taps(target.config))
         window = output.hidden.shape[1]
         every = jnp.broadcast_to(jnp.arange(window), output.hidden.shape[:2])
@@ -218,9 +155,6 @@ class PEagleTraining(TrainingMethod):
             (student.logits(target, states) for states in depths),
             student.vocabulary(target),
         )
-
-    def frozen(self, path: str) -> bool:
-        return self.freeze_head and path == "params.lm_head"
 
 
 def draw(batch: Batch, sizes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
@@ -286,10 +220,10 @@ def read_depths(
     yield states
     mask = _take(mask, places)
     # The entries of depths 1 and beyond, by layer.
-    between: list[tuple[Entry, ...]] = [() for _ in text]
+    between: list[Entries] = [() for _ in text]
     for depth, size in enumerate(sizes, 1):
         between = jax.tree.map(lambda part, size=size: part[:, :, :size], between)
-        past: tuple[tuple[Piece, ...], ...] = tuple(
+        past: Past = tuple(
             ((entry, mask[:, :size]), *((placeholder, None) for placeholder in placeholders))
             for entry, placeholders in zip(text, between, strict=True)
         )

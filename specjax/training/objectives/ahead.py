@@ -18,7 +18,7 @@ from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Output
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics
+from specjax.training.contract import Batch, Loss, Metrics
 
 Labels = Literal["text", "target"]
 """The labels: the tokens of the text, or the target's distribution at their positions."""
@@ -75,7 +75,7 @@ def decayed(
     loss_of: Callable[[jax.Array, jax.Array], jax.Array],
     decay: float,
     whole: ArrayLike = True,
-) -> tuple[jax.Array, Metrics]:
+) -> Loss:
     """Return the sum over steps k of ``decay ** k`` times their losses, and each of the losses.
 
     This is the loss of EAGLE-3, arXiv 2503.01840.

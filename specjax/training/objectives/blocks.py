@@ -29,11 +29,11 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.config import ConfigError
 from specjax.drafters.methods.dflash import DFlash
 from specjax.models.attention import Piece
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.acceptance import (
     AcceptanceLoss,
     acceptance_loss_by_depth,
@@ -96,21 +96,15 @@ class BlockMethod(TrainingMethod):
 
     def check(self, window: int) -> None:
         super().check(window)
-        if self.layers < 1 or self.anchors < 1:
-            raise ConfigError(
-                f"method.layers={self.layers}, method.anchors={self.anchors}: must be at least 1"
-            )
+        self.check_minimum(1, "layers", "anchors")
         if not 2 <= self.block_size < window:
             raise ConfigError(
                 f"method.block_size={self.block_size}: must be at least 2, and below"
                 f" data.window={window}"
             )
-        if self.intermediate_size < 0 or self.mask_token_id < -1:
-            raise ConfigError(
-                f"method.intermediate_size={self.intermediate_size},"
-                f" method.mask_token_id={self.mask_token_id}: the size must be at least 0 (0: the"
-                " target's), and the token at least -1 (-1: the target's last token)"
-            )
+        # These are the target's size, and its last token.
+        self.check_minimum(0, "intermediate_size")
+        self.check_minimum(-1, "mask_token_id")
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> DFlash:
         return self.kind.init(
@@ -132,15 +126,12 @@ class BlockMethod(TrainingMethod):
         """Return the terms of the loss by name, ``[B, A, D]`` each. Their sum is minimized."""
         raise NotImplementedError
 
-    def objective(
-        self, student: Any, batch: Batch, target: Target | None
-    ) -> tuple[jax.Array, Metrics]:
+    def objective(self, student: Any, batch: Batch, target: Target) -> Loss:
         """Return the loss and the metrics.
 
         The loss is the sum of the terms over the predictions that count, divided by the number of
         all predictions (see `losses.mean_over_positions`).
         """
-        assert target is not None
         output, _ = score(target, batch, student.taps(target.config))
         depth = student.config.depth
         valid = jnp.stack([counted(batch, step) for step in range(depth)], axis=-1)
@@ -160,8 +151,7 @@ class BlockMethod(TrainingMethod):
         total = sum(means.values(), jnp.zeros(()))
         return total, {"loss": total} | (means if len(means) > 1 else {})
 
-    def evaluation(self, student: Any, batch: Batch, target: Target | None) -> Metrics:
-        assert target is not None
+    def evaluation(self, student: Any, batch: Batch, target: Target) -> Metrics:
         output, _ = score(target, batch, student.taps(target.config))
         states = read_everywhere(student, target, batch, output)
         steps, count = min(SIMULATED_STEPS, student.config.depth), states.shape[1]
@@ -359,7 +349,7 @@ def read_blocks(
 
 
 def _read(
-    student: DFlash, target: Target, batch: Batch, context: tuple[Entry, ...], places: jax.Array
+    student: DFlash, target: Target, batch: Batch, context: Entries, places: jax.Array
 ) -> jax.Array:
     config = student.config
     size, (rows, blocks) = config.block_size, places.shape

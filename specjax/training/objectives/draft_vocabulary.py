@@ -1,6 +1,7 @@
 """Drafters with a smaller vocabulary than the target: its tokens, and the labels and loss."""
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +10,97 @@ from jaxtyping import Array, Bool, Float
 
 from specjax.config import ConfigError
 from specjax.drafters.methods.eagle3 import Eagle3
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import Target
 from specjax.sampling import argmax
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss
+from specjax.training.contract import Batch, StudentInputs
+from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss, check_loss
+from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes
+from specjax.training.objectives.windows import forward
 
 
-def draft_labels(student: Eagle3, target: Target, output: Output) -> tuple[jax.Array, jax.Array]:
-    """Return the target's logits over the draft vocabulary, and where they are of use.
+@dataclass(frozen=True)
+class Eagle3Method(FeatureMethod):
+    """A method that trains `Eagle3` or a drafter derived from it.
+
+    Attributes:
+        target: directory or hub id of the target.
+        draft_vocab_size: the number of tokens that the drafter can draft, the most frequent ones of
+            the training data; 0 for all.
+        intermediate_size: the size of the drafter's MLPs; 0 for the target's.
+        layers: the number of layers of the drafter.
+        taps: the target layers whose input the drafter reads; empty for a low, a middle and a high
+            one.
+        norm_before_residual: see `Eagle3Config`, also for the next two fields.
+        norm_before_fc: whether to use one norm over all taps.
+        fc_norm: whether to use a norm for each tap (EAGLE-3.1).
+        freeze_head: whether to freeze the head, which starts as the target's rows of tokens that
+            can be drafted.
+        loss: the loss of a token: the cross entropy, as published, or a loss of acceptance (arXiv
+            2602.23881).
+        eta: the parameter of the hybrid loss, see `losses.hybrid`.
+        remat: whether to recompute activations for the gradient, to save memory.
+
+    Examples:
+        >>> from specjax.training.objectives.draft_vocabulary import Eagle3Method
+        >>> Eagle3Method(target="embedded", layers=0).check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.layers=0: must be at least 1
+    """
+
+    target: str = ""
+    draft_vocab_size: int = 0
+    intermediate_size: int = 0
+    layers: int = 1
+    taps: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    freeze_head: bool = False
+    loss: Literal["cross_entropy"] | AcceptanceLoss = "cross_entropy"
+    eta: float = 3.0
+    remat: bool = False
+
+    def check(self, window: int) -> None:
+        super().check(window)
+        self.check_minimum(1, "layers")
+        # 0 is as many as the target has.
+        self.check_minimum(0, "draft_vocab_size", "intermediate_size")
+        check_loss(self.loss, "cross_entropy", self.eta)
+
+    def options(self, inputs: StudentInputs, **variant: bool) -> dict[str, Any]:
+        """Return options of the drafter's ``init``; ``variant`` has more fields of its config."""
+        names = ("norm_before_residual", "norm_before_fc", "fc_norm")
+        size = self.draft_vocab_size
+        return {
+            "ids": most_frequent(inputs.counts, size) if size else None,
+            "taps": self.taps or None,
+            "variant": {name: getattr(self, name) for name in names} | variant,
+            "num_layers": self.layers,
+            **layer_sizes(self.intermediate_size),
+        }
+
+    def frozen(self, path: str) -> bool:
+        return self.freeze_head and path == "params.lm_head"
+
+
+def draft_labels(student: Eagle3, target: Target, batch: Batch) -> tuple[jax.Array, ...]:
+    """Return the drafter's features, the target's logits, and where they are of use.
 
     Returns:
-        The target's logits ``[B, T, Vd]`` of the tokens that the student can draft, and ``[B|1,
+        The features ``[B, T, H]``, the target's logits ``[B, T, Vd]`` of the tokens that the
+        student can draft, the log-sum-exp ``[B, T]`` of the logits of all tokens, and ``[B|1,
         T|1]`` bool whether the target's likeliest token is one of them.
     """
+    output = forward(target, batch, student.taps(target.config))
+    theirs, can_be_drafted = output.logits, jnp.ones((1, 1), bool)
     vocabulary = student.vocabulary(target)
-    if vocabulary is None:
-        return output.logits, jnp.ones((1, 1), bool)
-    can_be_drafted = jnp.any(argmax(output.logits)[..., None] == vocabulary.ids, axis=-1)
-    return student.drafted_logits(target, output.hidden), can_be_drafted
+    if vocabulary is not None:
+        can_be_drafted = jnp.any(argmax(theirs)[..., None] == vocabulary.ids, axis=-1)
+        theirs = student.drafted_logits(target, output.hidden)
+    log_total = jax.nn.logsumexp(output.logits, axis=-1)
+    return student.features(output), theirs, log_total, can_be_drafted
 
 
 @shape_checked

@@ -1,5 +1,7 @@
 """The loss of EAGLE-1 and HASS, whose drafter predicts features. HASS adds steps and a term."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
@@ -8,23 +10,37 @@ from specjax.drafters.methods.eagle_layer_attention import EagleWithLayerAttenti
 from specjax.models.transformer import Target
 from specjax.sampling import likeliest
 from specjax.training import losses
-from specjax.training.contract import Batch, Metrics, StudentInputs
+from specjax.training.contract import Batch, Loss, StudentInputs
 from specjax.training.objectives.ahead import counted, expected
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes, unroll
 from specjax.training.objectives.windows import score
 
 
+@dataclass(frozen=True)
 class EagleMethod(FeatureMethod):
     """A method that trains EAGLE-1's drafter.
 
     Attributes:
-        lsa: whether the drafter reads the target's keys and values through layer self-attention.
-            Every such method has this field and the next one.
+        target: directory or hub id of the target.
+        lsa: whether the drafter reads the target's keys and values through layer self-attention
+            (`EagleWithLayerAttention`).
         intermediate_size: the size of the drafter's MLP; 0 for the target's.
+        token_weight: the weight of the cross entropy.
+        noise: the width of the uniform noise on the features that the drafter reads, in a window of
+            512 tokens.
+        remat: whether to recompute activations for the gradient, to save memory.
+
+    Examples:
+        >>> from specjax.training.objectives.feature_loss import EagleMethod
+        >>> EagleMethod(target="embedded", lsa=True).check(window=512)
     """
 
+    target: str = ""
     lsa: bool = False
     intermediate_size: int = 0
+    token_weight: float = 0.1
+    noise: float = 0.2
+    remat: bool = False
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Eagle:
         """Return a drafter with random weights."""
@@ -43,7 +59,7 @@ def feature_loss(
     top_k_weight: float = 0.0,
     noise: float = 0.0,
     remat: bool = False,
-) -> tuple[jax.Array, Metrics]:
+) -> Loss:
     """Return the mean over the steps of SmoothL1 of the feature plus cross entropies of the token.
 
     Args:

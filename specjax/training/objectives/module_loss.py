@@ -3,26 +3,13 @@
 It is from DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 24 and 25.
 """
 
-import jax
 import jax.numpy as jnp
 
-from specjax.config import ConfigError
 from specjax.drafters.methods.mtp import MTP
 from specjax.models.transformer import Output, Target
-from specjax.training.contract import Batch, Metrics
+from specjax.training.contract import Batch, Loss
 from specjax.training.objectives.ahead import Labels, prediction_loss
 from specjax.training.objectives.unrolling import unroll
-
-
-def check_modules(modules: int, window: int) -> None:
-    """Raise ConfigError if a window is too short for the labels of this number of modules."""
-    if modules < 1:
-        raise ConfigError(f"method.modules={modules}: must be at least 1")
-    if modules + 1 >= window:
-        raise ConfigError(
-            f"method.modules={modules}: data.window={window} is too short; give at least"
-            " modules + 2"
-        )
 
 
 def module_loss(
@@ -34,7 +21,7 @@ def module_loss(
     *,
     steps: int = 0,
     remat: bool = False,
-) -> tuple[jax.Array, Metrics]:
+) -> Loss:
     """Return the mean of the cross entropies of all steps, and each of them.
 
     Args:

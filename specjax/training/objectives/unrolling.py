@@ -109,8 +109,7 @@ class FeatureMethod(TrainingMethod):
 
     best_by: ClassVar[str] = "acceptance_length"
 
-    def evaluation(self, student: FeatureDrafter, batch: Batch, target: Target | None) -> Metrics:
-        assert target is not None
+    def evaluation(self, student: FeatureDrafter, batch: Batch, target: Target) -> Metrics:
         output, entries = score(target, batch, student.taps(target.config))
         return simulate_unrolled(student, batch, target, output, student.features(output, entries))
 

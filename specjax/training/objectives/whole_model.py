@@ -1,7 +1,7 @@
-"""The sizes and the random weights of a student that is a whole model."""
+"""The sizes and the random weights of a student that is or contains a whole model."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -11,7 +11,7 @@ from specjax.models import config_json
 from specjax.models.config import LinearAttention, ModelConfig, Rope
 from specjax.models.families import FAMILIES
 from specjax.models.transformer import Target
-from specjax.training.contract import StudentInputs
+from specjax.training.contract import StudentInputs, TrainingMethod
 from specjax.training.tokenizer import END_OF_TEXT
 
 
@@ -84,3 +84,23 @@ class ModelSizes:
                 for name in ("vocab_size", "bos_token_id", "eos_token_ids")
             }
         return Target.init(self._config(**vocabulary), key, mesh=inputs.mesh)
+
+
+class WholeModelMethod(TrainingMethod):
+    """A method that trains a whole model from random weights.
+
+    Its subclasses declare the fields again, after ``name``.
+
+    Attributes:
+        model: the sizes of the model.
+    """
+
+    model: ModelSizes = ModelSizes()
+    whole_model: ClassVar[bool] = True
+
+    def check(self, window: int) -> None:
+        super().check(window)
+        self.model.check(window)
+
+    def init(self, key: jax.Array, inputs: StudentInputs) -> Any:
+        return self.model.init(key, inputs)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training.contract import Batch
@@ -24,9 +24,7 @@ def first_tokens(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
-def score(
-    model: Target, batch: Batch, taps: Sequence[int] = ()
-) -> tuple[Output, tuple[Entry, ...]]:
+def score(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[Output, Entries]:
     """Return a model's output at the T inputs of a batch, and the KV of its layers.
 
     ``taps`` are those of `Target.run`.
