@@ -1,4 +1,4 @@
-"""What the commands ``generate`` and ``serve`` share: loading models, and sampling parameters."""
+"""The options that ``generate`` and ``serve`` share: models and sampling parameters."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

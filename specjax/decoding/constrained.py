@@ -37,7 +37,7 @@ FORCED = 8
 
 
 @struct.dataclass
-class _Reader(Wrapper[Any]):
+class _HostDraftReader(Wrapper[Any]):
     """A drafter that proposes nothing in a step, and reads the tokens that the step commits.
 
     The draft comes from the host. The wrapped drafter's `update` treats it as another drafter's.
@@ -69,7 +69,7 @@ def reader(drafter: Drafter) -> Drafter:
 
     It has the same state as ``drafter``, and reads the tokens that a step commits.
     """
-    return _Reader(drafter)
+    return _HostDraftReader(drafter)
 
 
 def forced_draft(forced: Sequence[Sequence[int]]) -> Draft:

@@ -172,7 +172,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Reader:
-    """How the documents of a run are tokenized.
+    """The tokenization of the documents of a run.
 
     Attributes:
         tokenizer: the tokenizer.

@@ -1,4 +1,4 @@
-"""What the drafters' checkpoints in the layout of the speculators package have in common."""
+"""The layout of drafters' checkpoints that the speculators package reads and writes."""
 
 from typing import Any
 
