@@ -562,9 +562,9 @@ def dropping(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.A
 
 
 def unwarped_bonus(real: Any) -> Any:
-    def unwarped(logits: jax.Array, sampling: RowSampling) -> Distributions:
+    def unwarped(logits: jax.Array, sampling: RowSampling, legal: Any = None) -> Distributions:
         """Replace the distribution of the last node by the target's before it is warped."""
-        warped = real(logits, sampling)
+        warped = real(logits, sampling, legal)
         total = jnp.sum(jnp.exp(logits[:, -1]), axis=-1)
         numbers = {
             "values": logits[:, -1],

@@ -812,7 +812,7 @@ def test_a_full_line_is_refused(target) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("where", ["_read", "_decode", "_take"])
+@pytest.mark.parametrize("where", ["_read", "_decode", "_record_call"])
 def test_whoever_waits_learns_of_a_failure(target, where) -> None:
     with plain_engine(target) as engine:
 
@@ -969,12 +969,12 @@ def forget_who_asked_once_it_runs(
 
 FAULTS_OF_ONE_TEXT = {
     "before it has a row": make_a_method_fail("_row_text", 0),
-    "while it is read": make_a_method_fail("_was_read", 0),
+    "while it is read": make_a_method_fail("_chunk_queued", 0),
     "nobody has asked for it": forget_who_asked,
     "nobody has asked for it, and it runs": forget_who_asked_once_it_runs,
     "the device has lost tokens": make_the_device_lose_tokens,
     "its statistics": make_the_handle_fail("take_stats"),
-    "its row": make_a_method_fail("_take_row", 2),
+    "its row": make_a_method_fail("_record_row", 2),
     "its tokens": make_the_handle_fail("deliver"),
 }
 

@@ -234,8 +234,10 @@ def scales_of(grouped: Numbers, form: Form) -> Numbers:
     for share in np.linspace(0.7, 1.0, 13, dtype=np.float32):
         scales = _scales(largest * share, form)
         with np.errstate(invalid="ignore"):
-            errors = rounded(grouped, scales, form) * scales[..., None] - grouped
-            lost = xp.square(errors).sum(axis=-1)
+            # One expression: a name for the difference would keep another copy of the matrix alive.
+            lost = xp.square(rounded(grouped, scales, form) * scales[..., None] - grouped).sum(
+                axis=-1
+            )
         # A comparison with NaN is false, so a group that is not finite keeps its first scale.
         best, least = xp.where(lost < least, scales, best), xp.minimum(lost, least)
     return best
