@@ -594,7 +594,9 @@ class EngineDevice:
         def lower_advance(is_forced: bool, logprobs: bool) -> Any:
             state, draft, drafted = self.state, forced_draft([()] * width), None
             if not is_forced:
-                state, draft, drafted = _shapes_of_results(lower_propose())
+                state, draft, drafted = _shapes_of_results(
+                    lower_propose(), has_mesh=self.target.mesh is not None
+                )
             legal = np.zeros((width, *draft.tokens.shape[1:], words), np.uint32)
             return constrained_rows.advance_rows.lower(
                 self.target,
@@ -766,8 +768,15 @@ class EngineDevice:
         return (time.perf_counter() - started) / int(steps.max())
 
 
-def _shapes_of_results(lowered: jax.stages.Lowered) -> Any:
-    """Return the results of a program as shapes, with the shardings that the compiler chooses."""
+def _shapes_of_results(lowered: jax.stages.Lowered, has_mesh: bool) -> Any:
+    """Return the results of a program as shapes, on a mesh with the compiler's shardings.
+
+    Without a mesh, a sharding would make the next program another one than that of plain arrays.
+    """
+    if not has_mesh:
+        return jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype), lowered.out_info
+        )
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         lowered.out_info,
