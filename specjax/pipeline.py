@@ -412,20 +412,23 @@ class Run:
         yield [row.finish() for row in self._rows]
         assert result is not None
         self.statistics = metrics.summarise(result.stats)
-        flags = result.grammar_completed
-        completed = {} if flags is None else dict(enumerate(flags.tolist()))
-        completed = {i: flag for i, flag in completed.items() if self._has_grammar[i]}
         self.generations = [
             Generation(
                 "".join(row.pieces),
                 tuple(row.tokens),
                 metrics.summarise(result.stats, i),
-                None if i not in completed else completed[i] and not row.stopped,
+                self._completed(result, i),
             )
             for i, row in enumerate(self._rows)
         ]
         if failure is not None:
             raise failure
+
+    def _completed(self, result: decoding.Result, row: int) -> bool | None:
+        """Return whether a row's text is whole by its grammar; None: it has no grammar."""
+        if result.grammar_completed is None or not self._has_grammar[row]:
+            return None
+        return bool(result.grammar_completed[row]) and not self._rows[row].stopped
 
 
 def settings(

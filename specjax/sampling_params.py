@@ -9,6 +9,7 @@ from specjax.arguments import LARGEST_FLOAT, check_size, is_whole, one_or_each
 from specjax.decoding.options import GenerationOptions, check_ids
 from specjax.errors import InputError, check_options
 from specjax.grammars import Grammar
+from specjax.grammars.grammar import check_grammar
 from specjax.sampling import GREEDY, SAMPLING_NAMES, Sampling, check_seed, make_key
 
 
@@ -69,11 +70,8 @@ class SamplingParams(Sampling):
         _check_count("min_new_tokens", self.min_new_tokens, "at least 0")
         check_seed(self.seed)
         object.__setattr__(self, "seed", int(self.seed))
-        if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise InputError(
-                f"grammar={self.grammar!r}: give specjax.JsonSchema(...), Regex, Choice, Lark or"
-                " JsonObject"
-            )
+        if self.grammar is not None:
+            check_grammar(self.grammar)
         if self.eos_token_ids is not None:
             object.__setattr__(self, "eos_token_ids", tuple(check_ids(self.eos_token_ids)))
 

@@ -30,6 +30,7 @@ from specjax.drafts import tree
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.grammars import Matcher
+from specjax.grammars.matcher import mask_words
 from specjax.models.transformer import Target
 
 FORCED = 8
@@ -119,7 +120,7 @@ def legal_tokens(
     batch, nodes = draft.tokens.shape
     parents = np.broadcast_to(np.asarray(draft.parents), (batch, nodes))
     valid = np.ones((batch, nodes), bool) if draft.valid is None else np.asarray(draft.valid)
-    legal = np.full((batch, nodes, -(-vocab_size // 32)), np.uint32(0xFFFFFFFF))
+    legal = np.full((batch, nodes, mask_words(vocab_size)), np.uint32(0xFFFFFFFF))
     illegal_nodes = 0
     for row, matcher in enumerate(matchers):
         if matcher is None:
@@ -186,11 +187,9 @@ def _advance(
     """
     before, drafted = state.lengths, state.drafter
     state, _ = advance_under_masks(target, drafter, state, draft, legal)
-    positions = before[:, None] + jnp.arange(draft.depth + 1)[None]
-    tokens = jnp.take_along_axis(
-        state.tokens, jnp.minimum(positions, state.tokens.shape[1] - 1), axis=1
-    )
-    emitted = jnp.where(positions < state.lengths[:, None], tokens, -1)
+    index = jnp.arange(draft.depth + 1)[None]
+    tokens = state.tokens_from(before, draft.depth + 1)
+    emitted = jnp.where(index < (state.lengths - before)[:, None], tokens, -1)
     return place_rows(state, target), emitted, left_over(drafted, state.drafter)
 
 

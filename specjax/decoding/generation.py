@@ -165,7 +165,8 @@ def stream(
 
     def results() -> Iterator[Result]:
         while True:
-            is_last = run.decode(steps)
+            run.decode(steps)
+            is_last = run.is_done()
             yield run.result()
             if is_last:
                 run.result(is_last=True)
@@ -201,10 +202,13 @@ class _Batch:
             matchers = options.matchers(checked, target.config.vocab_size)
         self._constrained = None if matchers is None else ConstrainedRows(matchers)
 
-    def decode(self, steps: int) -> bool:
-        """Run up to ``steps`` steps, and return whether all rows are done."""
+    def decode(self, steps: int) -> None:
+        """Run up to ``steps`` steps."""
         run = decode if self._constrained is None else self._constrained.decode
         self._state = run(self._target, self._drafter, self._state, steps)
+
+    def is_done(self) -> bool:
+        """Return whether all rows are done."""
         return bool(sharding.to_host(self._state.done, self._target.mesh).all())
 
     def result(self, is_last: bool = False) -> Result:

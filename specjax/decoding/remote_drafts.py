@@ -157,12 +157,9 @@ def verify_rows(
         levels=depth,
     )
     after, info = advance(target, _Elsewhere(remote_drafter), part, draft)
-    positions = jnp.minimum(
-        part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1
-    )
     checked = VerifiedRows(
         path=info.path[:, : depth + 1],
-        tokens=jnp.take_along_axis(after.tokens, positions, axis=1),
+        tokens=after.tokens_from(part.lengths, depth + 1),
         count=info.emitted,
         accepted=info.accepted,
         done=after.done,

@@ -72,6 +72,13 @@ class DecodeState:
         """The newest committed token of each row, ``[B]``."""
         return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
 
+    def tokens_from(self, starts: jax.Array, count: int) -> jax.Array:
+        """Return ``[B, count]`` each row's tokens from ``starts [B]`` on; beyond its end, any."""
+        positions = starts[:, None] + jnp.arange(count)[None]
+        return jnp.take_along_axis(
+            self.tokens, jnp.minimum(positions, self.tokens.shape[1] - 1), axis=1
+        )
+
     @property
     def next_sampling(self) -> RowSampling:
         """The sampling parameters for the tokens below the roots."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.errors import InputError
-from specjax.grammars.grammar import Grammar
+from specjax.grammars.grammar import Grammar, check_grammar
 from specjax.grammars.matcher import Matcher
 
 MAX_COMPILED = 128
@@ -132,11 +132,7 @@ class GrammarCompiler:
             InputError: the grammar is wrong, or has a part that is not supported. The message
                 names it.
         """
-        if not isinstance(grammar, Grammar):
-            raise InputError(
-                f"grammar={grammar!r}: give specjax.JsonSchema(...), Regex, Choice, Lark or"
-                " JsonObject"
-            )
+        check_grammar(grammar)
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
         compiled = compiled or self._compile(grammar)  # several threads may compile at a time

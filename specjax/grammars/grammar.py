@@ -41,6 +41,14 @@ class Grammar:
         object.__setattr__(self, "source", json.dumps({"grammars": [grammar]}))
 
 
+def check_grammar(grammar: Any) -> None:
+    """Raise InputError if a value is not a `Grammar`."""
+    if not isinstance(grammar, Grammar):
+        raise InputError(
+            f"grammar={grammar!r}: give specjax.JsonSchema(...), Regex, Choice, Lark or JsonObject"
+        )
+
+
 class JsonSchema(Grammar):
     """The JSON texts that a JSON schema accepts.
 
@@ -191,18 +199,15 @@ def _parse_schema(schema: Any) -> dict[str, Any] | bool:
         parsed = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
         json.dumps(parsed)  # nested too deeply to be written again
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"schema={_shown(schema)}: not a JSON schema: {error}") from None
+        raise InputError(f"schema={reprlib.repr(schema)}: not a JSON schema: {error}") from None
     if isinstance(parsed, bool):
         return parsed
     if not isinstance(parsed, dict):
-        raise InputError(f"schema={_shown(schema)}: a JSON schema is an object, true or false")
+        raise InputError(
+            f"schema={reprlib.repr(schema)}: a JSON schema is an object, true or false"
+        )
     # llguidance reads its own options at the top alone.
     return {key: value for key, value in parsed.items() if key != "x-guidance"}
-
-
-def _shown(value: Any) -> str:
-    """Return a value for a message, shortened."""
-    return reprlib.repr(value)
 
 
 def _schema_of_type(kind: type) -> dict[str, Any]:

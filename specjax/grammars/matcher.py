@@ -8,6 +8,11 @@ import numpy as np
 _ALL = np.uint32(0xFFFFFFFF)
 
 
+def mask_words(vocab_size: int) -> int:
+    """Return the number of 32-bit words of a mask for a vocabulary."""
+    return -(-vocab_size // 32)
+
+
 class Matcher:
     """The position of one text in its grammar. It belongs to one row and one thread.
 
@@ -41,7 +46,7 @@ class Matcher:
         """Start at the beginning of a text."""
         self._validates = validates
         self._matcher = matcher
-        self._words = -(-vocab_size // 32)
+        self._words = mask_words(vocab_size)
         self._stop_ids = frozenset(stop_token_ids)
         self._never = _bits([*end_ids, *stop_token_ids], self._words)
         self._stops = _bits(stop_token_ids, self._words)

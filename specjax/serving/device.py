@@ -21,6 +21,7 @@ from specjax.drafters.base import remote_input_shapes
 from specjax.drafters.pausable import Pausable
 from specjax.drafts.draft import Draft
 from specjax.errors import InputError
+from specjax.grammars.matcher import mask_words
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.processes import meet
@@ -426,7 +427,7 @@ class EngineDevice:
 
     def _masked_drafter(self, is_forced: bool) -> Drafter:
         """Return the drafter of a masked step, or the reader of forced text in its place."""
-        drafter = self.drafters[0 if self.masked is None else self.masked]
+        drafter = self.drafters[self.plain if self.masked is None else self.masked]
         return reader(drafter) if is_forced else drafter
 
     def catch_up(self, table: np.ndarray) -> None:
@@ -583,7 +584,7 @@ class EngineDevice:
 
     def _masked_programs(self, table: np.ndarray, width: int) -> list[EngineProgram]:
         """Return the programs of masked steps for a number of rows."""
-        free, words = self._none(), -(-self.target.config.vocab_size // 32)
+        free, words = self._none(), mask_words(self.target.config.vocab_size)
 
         def lower_propose() -> Any:
             assert self.masked is not None
