@@ -19,6 +19,7 @@ from specjax.models.cache import Entries, Entry, KVCache, PagedCache, empty_entr
 from specjax.models.config import ModelConfig
 from specjax.models.quantized_cache import dequantize
 from specjax.models.transformer import States, Target
+from specjax.pytree_class import KeyedByClass
 from specjax.reprs import OneLine
 from specjax.sampling import RowSampling
 
@@ -235,7 +236,7 @@ def _broken(drafter: "Drafter", rule: str) -> InputError:
     return InputError(f"{type(drafter).__name__}: {rule} (see {RULES_PAGE})")
 
 
-class Drafter(OneLine, Generic[State]):
+class Drafter(OneLine, KeyedByClass, Generic[State]):
     """The base of all drafters, which propose tokens for the target to check.
 
     Decorate a subclass with ``flax.struct.dataclass``. Every method is a pure function.
@@ -301,6 +302,7 @@ class Drafter(OneLine, Generic[State]):
 
         So ``draft=4`` and ``draft=Chain(4)`` make equal drafters.
         """
+        super().__post_init__()
         if not hasattr(self, "draft"):
             raise _broken(
                 self,

@@ -39,6 +39,7 @@ from specjax.models.quantization.weights import dequantize_matrix, rows_of
 from specjax.models.quantized_cache import CacheType, check_cache_type
 from specjax.models.rope import rotations
 from specjax.progress import waiting
+from specjax.pytree_class import KeyedByClass
 from specjax.reprs import OneLine
 
 
@@ -83,7 +84,7 @@ class Output(States):
 
 
 @struct.dataclass
-class Target(OneLine):
+class Target(OneLine, KeyedByClass):
     """A decoder-only language model as one pytree: its params are leaves, its config is static.
 
     Attributes:
@@ -116,6 +117,7 @@ class Target(OneLine):
     cache_dtype: CacheType = struct.field(pytree_node=False, default="float")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_cache_type(self.cache_dtype)
 
     def shown_fields(self) -> dict[str, Any]:
