@@ -430,6 +430,14 @@ class EngineDevice:
         drafter = self.drafters[self.plain if self.masked is None else self.masked]
         return reader(drafter) if is_forced else drafter
 
+    def copy_rows(self) -> Any:
+        """Return a copy of all rows, by `specjax.decoding.constrained_rows.copy_rows`."""
+        return constrained_rows.copy_rows(self.state)
+
+    def restore_rows(self, before: Any, mask: np.ndarray) -> None:
+        """Put back the rows of ``mask [rows]``, by `constrained_rows.restore_rows`."""
+        self.state = constrained_rows.restore_rows(self.target, self.state, before, mask)
+
     def catch_up(self, table: np.ndarray) -> None:
         """Let the paused drafter read its pending tokens, in all rows."""
         assert self.paused is not None
@@ -570,6 +578,7 @@ class EngineDevice:
         if self.grammars:
             for width in self.masked_widths:
                 listed += self._masked_programs(table, width)
+            listed += self._programs_of_copies()
         if self.remote_drafter is not None:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
         if self.clients is not None:
@@ -629,6 +638,23 @@ class EngineDevice:
         if self.masked is not None:
             listed.append(EngineProgram("propose", (width,), 4, lower_propose))
         return listed
+
+    def _programs_of_copies(self) -> list[EngineProgram]:
+        """Return the programs that copy rows before a free call, and put them back."""
+
+        def lower_copy() -> Any:
+            return constrained_rows.copy_rows.lower(self.state)
+
+        def lower_restore() -> Any:
+            before = _shapes_of_results(lower_copy(), has_mesh=self.target.mesh is not None)
+            return constrained_rows.restore_rows.lower(
+                self.target, self.state, before, self._none()
+            )
+
+        return [
+            EngineProgram("copy_rows", (), 4, lower_copy),
+            EngineProgram("restore_rows", (), 4, lower_restore),
+        ]
 
     def time_decoding(self, settings: dict[str, Any], width: int, index: int) -> float:
         """Measure the seconds of a step, as `warm_up` does, and wait for the result.

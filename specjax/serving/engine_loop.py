@@ -11,8 +11,7 @@ state belongs to this thread alone, and is used without the lock.
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,7 +19,7 @@ import numpy as np
 
 from specjax import processes, text
 from specjax.decoding import rows as device_rows
-from specjax.decoding.constrained import FORCED, forced_draft, forced_is_longer, legal_tokens
+from specjax.decoding.constrained import FORCED
 from specjax.decoding.stats import Stats
 from specjax.drafters.pausable import ROOM
 from specjax.errors import GrammarError, InputError, LogitsError
@@ -29,6 +28,8 @@ from specjax.models.cache import groups_of
 from specjax.serving.choice import Copies, DraftChoice
 from specjax.serving.clients import ClientRow, Clients
 from specjax.serving.config import EngineConfig
+from specjax.serving.constrained_calls import ConstrainedCalls
+from specjax.serving.constrained_choice import Call
 from specjax.serving.device import EngineDevice, is_paused
 from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
 from specjax.serving.programs import Programs
@@ -38,8 +39,8 @@ from specjax.serving.totals import Totals
 
 _LOGGER = logging.getLogger(__name__)
 
-_MASKED = ("propose", "advance")
-"""The kinds of programs that masked steps need."""
+_MASKED = ("propose", "advance", "copy_rows", "restore_rows")
+"""The kinds of programs that rows with a grammar need."""
 
 
 class EngineLoop:
@@ -90,6 +91,7 @@ class EngineLoop:
         else:
             self.programs.compile_stage(0, "compiling for the first request")
         self.choice = DraftChoice(config.choices, seconds)
+        self._constrained = ConstrainedCalls(device, self.choice)
         self._draft = str(config.choices[0] or "none")  # the draft of the newest call
         # For each row, the request that was last admitted on the device. The scheduler may already
         # have given the row to another one.
@@ -490,26 +492,29 @@ class EngineLoop:
         scheduler = self.scheduler  # used with the lock only: requests are cancelled at any time
         with self.wake:
             self._give_up_orphans()
+            matchers = self._running_matchers()
+        known = self._known_tokens(matchers) if matchers else {}
+        with self.wake:
             if not scheduler.running:
                 return False
-            is_masked = any(
-                self.handles[request].output_options.matcher is not None
-                for row in scheduler.running
-                if (request := scheduler.request_of(row))
-            )
-            width, index, logprobs = self._choose_masked() if is_masked else self._choose()
-            self._draft = str(self.choice.drafts[index] or "none")
-            drafter = self.device.drafters[index]
             # Use short calls while a prompt is being prefilled or a client drafts, because both
             # wait for this thread. Other calls may be long: they end by themselves when a text ends
             # and a request waits for its row. Pages are allocated for all steps, because the device
             # cannot ask for more.
             is_short = bool(scheduler.reading) or self.clients.are_drafting
             steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
+            matchers, call = self._running_matchers(), None
+            if matchers:
+                known = {request: known[request] for request in matchers}
+                call, width, index, logprobs = self._choose_constrained(known, steps)
+                steps = call.steps
+            else:
+                width, index, logprobs = self._choose()
+            self._draft = str(self.choice.drafts[index] or "none")
+            drafter = self.device.drafters[index]
             depth = drafter.draft_shape.depth
-            if is_masked:
-                steps, depth = 1, max(depth, FORCED)
-            scheduler.reserve(steps * (depth + 1) + 1)
+            is_masked = call is not None and call.kind != "free"
+            scheduler.reserve(steps * (max(depth, FORCED if is_masked else 0) + 1) + 1)
             if not scheduler.running:
                 return False
             order = self._compact(width)
@@ -531,7 +536,7 @@ class EngineLoop:
             table, until_any_done = scheduler.table.copy(), scheduler.waiting > 0
         if order is not None:
             self.device.rearrange(order)
-        pauses = is_paused(drafter)
+        pauses = is_paused(drafter) and not is_masked
         # Time the decode call alone, without the chunks that the device is still prefilling.
         if self.device.is_busy():
             self._deliver()
@@ -542,8 +547,10 @@ class EngineLoop:
         if self._pending and (not pauses or self._pending + steps > ROOM):
             self._catch_up(table)
         if is_masked:
-            progress = self._step_masked(table, to_retire, width, snapshot, logprobs)
+            assert call is not None
+            progress = self._step_masked(call, known, table, to_retire, width, snapshot, logprobs)
             return self._record_call(progress, snapshot)
+        before = None if call is None else self.device.copy_rows()
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
         progress = self.device.decode(
@@ -560,22 +567,71 @@ class EngineLoop:
             seconds, self._uncharged = seconds + self._uncharged, 0.0
         # Calls with log-probabilities run another program, whose time must not count for the draft.
         seconds = None if logprobs or not nothing_compiles else seconds
+        has_left = None
+        if before is not None:
+            give_up = self._give_up_row(snapshot)
+            has_left = self._constrained.check(progress, snapshot, before, give_up)
         return self._record_call(
-            progress, snapshot, (width, index), seconds, is_upper_bound=is_upper_bound
+            progress, snapshot, (width, index), seconds, has_left, is_upper_bound=is_upper_bound
         )
 
-    def _choose_masked(self) -> tuple[int, int, bool]:
-        """Return the choice of a masked step, as `_choose` does."""
-        running = self.scheduler.running
-        index = self.device.plain if self.device.masked is None else self.device.masked
+    def _running_matchers(self) -> dict[Request, Matcher]:
+        """Return the matchers of running requests that have a grammar. Needs the lock."""
+        scheduler = self.scheduler
+        requests = filter(None, map(scheduler.request_of, scheduler.running))
+        matchers = ((it, self.handles[it].output_options.matcher) for it in requests)
+        return {request: matcher for request, matcher in matchers if matcher is not None}
+
+    def _known_tokens(self, matchers: Mapping[Request, Matcher]) -> dict[Request, Sequence[int]]:
+        """Return the tokens that the host can draft for each request with a grammar."""
+
+        def give_up(request: Request, error: Exception) -> None:
+            with self.wake:
+                if (handle := self.handles.get(request)) is not None:
+                    self._give_up(request, handle, error)
+
+        return self._constrained.known_tokens(matchers, give_up)
+
+    def _choose_constrained(
+        self, known: Mapping[Request, Sequence[int]], steps: int
+    ) -> tuple[Call, int, int, bool]:
+        """Return the call to make if some row has a grammar, and what `_choose` returns.
+
+        Args:
+            known: the tokens that the host can draft, of each running request with a grammar.
+            steps: the largest number of steps of a free call.
+        """
+        running, device = self.scheduler.running, self.device
         requests = filter(None, map(self.scheduler.request_of, running))
         if any(self.handles[it].output_options.logprobs is not None for it in requests):
-            return self.sizes.rows, index, True
-        width = next(width for width in self.device.masked_widths if width >= len(running))
-        return width, index, False
+            widths, draft, logprobs = (self.sizes.rows,) * 2, device.reporting, True
+        else:
+            width = next(width for width in device.masked_widths if width >= len(running))
+            free_width, indices = self._free_programs()
+            widths, draft, logprobs = (
+                (width, free_width),
+                self.choice.fastest(free_width, indices),
+                False,
+            )
+        call = self._constrained.choose(known, len(running), widths, draft, steps)
+        if call.kind == "free":
+            return call, *self._choose()
+        is_drafted = call.kind == "drafted" and device.masked is not None
+        return call, widths[0], device.masked if is_drafted else device.plain, logprobs  # pyright: ignore[reportReturnType]
+
+    def _free_programs(self) -> tuple[int, list[int]]:
+        """Return the width of a free call of the running rows, and the drafts that are compiled."""
+        count, ready = len(self.scheduler.running), self.programs.is_ready
+        plain = self.device.plain
+        widths = (width for width in self.sizes.widths if ready("decode", width, plain, False))
+        width = next(width for width in widths if width >= count)
+        drafts = range(len(self.device.drafters))
+        return width, [index for index in drafts if ready("decode", width, index, False)]
 
     def _step_masked(
         self,
+        call: Call,
+        known: Mapping[Request, Sequence[int]],
         table: np.ndarray,
         to_retire: np.ndarray,
         width: int,
@@ -583,10 +639,21 @@ class EngineLoop:
         logprobs: bool,
     ) -> device_rows.Progress:
         """Make one masked step with all running rows, and return its progress on the host."""
-        matchers: list[Matcher | None] = [None] * width
-        for row, (_, handle) in snapshot.items():
-            if not to_retire[row]:
-                matchers[row] = handle.output_options.matcher
+        nothing_compiles = self.programs.are_all_ready
+        started = time.perf_counter()
+        progress = self._constrained.begin_masked(
+            call, known, snapshot, table, to_retire, width, logprobs, self._give_up_row(snapshot)
+        )
+        self._deliver()  # the texts of the previous call, while the device works on this one
+        progress = jax.device_get(progress)
+        seconds = time.perf_counter() - started
+        self._constrained.end_masked(
+            call, known, snapshot, progress, width, seconds if nothing_compiles else None
+        )
+        return progress
+
+    def _give_up_row(self, snapshot: Mapping[int, Any]) -> Callable[[int, Exception], None]:
+        """Return a function that ends the text of a row with an error. It acquires the lock."""
 
         def give_up(row: int, error: Exception) -> None:
             with self.wake:
@@ -594,25 +661,7 @@ class EngineLoop:
                 if request in self.handles:  # it was not cancelled meanwhile
                     self._give_up(request, handle, error)
 
-        forced: list[Sequence[int]] = [()] * width
-        for row, matcher in enumerate(matchers):
-            try:
-                forced[row] = () if matcher is None else matcher.forced(FORCED)
-            except Exception as error:  # only this text ends
-                give_up(row, error)
-                matchers[row] = None
-        vocab_size = self.device.target.config.vocab_size
-        index = self.device.masked
-        depth = 0 if index is None else self.device.drafters[index].draft_shape.depth
-        if index is None or forced_is_longer(forced, len(snapshot), 1 + depth / 2):
-            draft = on_host = forced_draft(forced)
-        else:
-            draft = self.device.propose(table, to_retire, width)
-            on_host = jax.device_get(replace(draft, q=None))
-        legal, _ = legal_tokens(matchers, on_host, vocab_size, give_up)
-        progress = self.device.advance(table, to_retire, draft, legal, width, logprobs)
-        self._deliver()  # the texts of the previous call, while the device works on this one
-        return jax.device_get(progress)
+        return give_up
 
     def _give_up_orphans(self) -> None:
         """End texts that run without a handle, which would be a bug. Needs the lock."""
@@ -698,12 +747,14 @@ class EngineLoop:
         snapshot: Mapping[int, Any],
         width_and_drafter: tuple[int, int] | None = None,
         seconds: float | None = None,
+        has_left: np.ndarray | None = None,
         is_upper_bound: bool = False,
     ) -> bool:
         """Record the tokens and the time of a decode call. Return whether a text still runs.
 
         ``width_and_drafter``, for `DraftChoice.record`, has the number of rows and the index of the
-        drafter; None: the call says nothing about free text.
+        drafter; None: the call says nothing about free text. ``has_left [rows]`` has the rows that
+        went back to where they were before the call; None: there are none.
         """
         is_copying = width_and_drafter is not None and isinstance(
             self.choice.drafts[width_and_drafter[1]], Copies
@@ -711,7 +762,10 @@ class EngineLoop:
         with self.wake:
             self._counters["calls"] += 1
             rows, copying_rows = [], []
+            went_back = [] if has_left is None else np.flatnonzero(has_left).tolist()
             for row, (request, handle) in snapshot.items():
+                if row in went_back:
+                    continue
                 try:
                     self._record_row(progress, row, request, handle)
                 except Exception as error:  # only this text ends
@@ -721,15 +775,20 @@ class EngineLoop:
                 if handle.output_options.prediction:
                     copying_rows.append(row)
             # Count all rows at once, because a few numpy operations per row would delay the device.
-            stats = difference(progress.stats, self._device_stats, rows)
-            # A draft that copies predictions is judged by the rows that have one.
+            self._total.add(difference(progress.stats, self._device_stats, rows))
+            # The draft is judged by what rows that went back emitted, too: it was drafted for free
+            # text. A draft that copies predictions is judged by the rows that have one.
+            stats = difference(progress.stats, self._device_stats, [*rows, *went_back])
             of_draft = (
                 difference(progress.stats, self._device_stats, copying_rows)
                 if is_copying
                 else stats
             )
-            self._device_stats = copies_of(progress.stats)
-            self._total.add(stats)
+            before, self._device_stats = self._device_stats, copies_of(progress.stats)
+            for now, earlier in zip(
+                vars(self._device_stats).values(), vars(before).values(), strict=True
+            ):
+                now[went_back] = earlier[went_back]
             if width_and_drafter is not None:
                 self.choice.record(
                     *width_and_drafter,
