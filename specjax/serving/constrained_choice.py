@@ -264,9 +264,7 @@ class ConstrainedChoice:
 
 def _bucket(longest: int) -> int:
     """Return the least power of two, or 0, that is not below ``longest``."""
-    return next(
-        size for size in itertools.chain([0], (1 << k for k in range(31))) if size >= longest
-    )
+    return 0 if longest == 0 else 1 << (longest - 1).bit_length()
 
 
 def _depth(choice: DraftChoice, index: int) -> int:

@@ -551,6 +551,28 @@ class EngineLoop:
             progress = self._step_masked(call, known, table, to_retire, width, snapshot, logprobs)
             return self._record_call(progress, snapshot)
         before = None if call is None else self.device.copy_rows()
+        return self._call_free(
+            (width, index), table, to_retire, steps, until_any_done, snapshot, before, logprobs
+        )
+
+    def _call_free(
+        self,
+        width_and_drafter: tuple[int, int],
+        table: np.ndarray,
+        to_retire: np.ndarray,
+        steps: int,
+        until_any_done: bool,
+        snapshot: Mapping[int, Any],
+        before: Any,
+        logprobs: bool,
+    ) -> bool:
+        """Make a call without masks, and return what `_record_call` returns.
+
+        ``before`` is a copy of the rows, so that those that leave their grammar can be put back;
+        None if no row has a grammar.
+        """
+        width, index = width_and_drafter
+        pauses = is_paused(self.device.drafters[index])
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
         progress = self.device.decode(
