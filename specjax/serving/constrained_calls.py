@@ -36,14 +36,14 @@ class GrammarCounts:
         illegal_nodes: drafted nodes of masked steps that were not legal.
         mask_seconds: the host's seconds of making masks.
         free_calls: calls without masks for rows with a grammar.
-        rows_restored: how often a row went back to where it was before such a call.
+        restored_rows: how often a row went back to where it was before such a call.
     """
 
     forced_tokens: int = 0
     illegal_nodes: int = 0
     mask_seconds: float = 0.0
     free_calls: int = 0
-    rows_restored: int = 0
+    restored_rows: int = 0
 
 
 class ConstrainedCalls:
@@ -226,5 +226,5 @@ class ConstrainedCalls:
                 self._replays[request] = tokens[:legal]
         if has_left.any():
             self._device.restore_rows(before, has_left)
-            self.counts.rows_restored += int(has_left.sum())
+            self.counts.restored_rows += int(has_left.sum())
         return has_left
