@@ -18,7 +18,7 @@ from specjax.decoding import rows as device_rows
 from specjax.decoding.constrained import FORCED, forced_draft, reader
 from specjax.drafters import Drafter, NoDraft, WithPrediction
 from specjax.drafters.base import remote_input_shapes
-from specjax.drafters.pausable import Pausable
+from specjax.drafters.pausable import ROOM, Pausable
 from specjax.drafts.draft import Draft
 from specjax.errors import InputError
 from specjax.grammars.matcher import mask_words
@@ -38,6 +38,9 @@ MAX_READS = 2
 It computes one while the next one waits, so it is never idle. More would delay other requests after
 the prompt is cancelled.
 """
+
+FEW_PENDING = 2 * FORCED
+"""The pending tokens up to which catching up has a smaller program, in engines with grammars."""
 
 _TIMED_STEPS = 4
 # The host waits for a prefill chunk by this small program, which follows it. The chunk has no
@@ -426,8 +429,12 @@ class EngineDevice:
         return progress
 
     def _masked_drafter(self, is_forced: bool) -> Drafter:
-        """Return the drafter of a masked step, or the reader of forced text in its place."""
-        drafter = self.drafters[self.plain if self.masked is None else self.masked]
+        """Return the drafter of a masked step, or a reader in its place if the host drafts.
+
+        The reader stores the tokens for a drafter that may be paused. Others read them at once.
+        """
+        is_plain = self.masked is None or (is_forced and self.paused is not None)
+        drafter = self.drafters[self.plain if is_plain else self.masked]  # pyright: ignore[reportArgumentType]
         return reader(drafter) if is_forced else drafter
 
     def copy_rows(self) -> Any:
@@ -438,11 +445,11 @@ class EngineDevice:
         """Put back the rows of ``mask [rows]``, by `constrained_rows.restore_rows`."""
         self.state = constrained_rows.restore_rows(self.target, self.state, before, mask)
 
-    def catch_up(self, table: np.ndarray) -> None:
-        """Let the paused drafter read its pending tokens, in all rows."""
+    def catch_up(self, table: np.ndarray, most: int = ROOM) -> None:
+        """Let the paused drafter read its pending tokens, at most ``most``, in all rows."""
         assert self.paused is not None
         self.state = device_rows.catch_up(
-            self.target, self.paused, self.state, table, width=self.sizes.rows
+            self.target, self.paused, self.state, table, width=self.sizes.rows, most=most
         )
 
     def rearrange(self, order: np.ndarray) -> None:
@@ -557,7 +564,7 @@ class EngineDevice:
         ]
         listed += [decode(0 if width == widths[0] else 2, width, self.plain) for width in widths]
         if self.paused is not None:
-            listed.append(EngineProgram("catch_up", (), 1, self._lower_catch_up(table)))
+            listed.append(EngineProgram("catch_up", (ROOM,), 1, self._lower_catch_up(table, ROOM)))
         if len(widths) > 1:
             order = np.arange(rows, dtype=np.int32)
             listed.append(
@@ -579,6 +586,9 @@ class EngineDevice:
             for width in self.masked_widths:
                 listed += self._masked_programs(table, width)
             listed += self._programs_of_copies()
+            if self.paused is not None:
+                lower = self._lower_catch_up(table, FEW_PENDING)
+                listed.append(EngineProgram("catch_up", (FEW_PENDING,), 4, lower))
         if self.remote_drafter is not None:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
         if self.clients is not None:
@@ -671,9 +681,9 @@ class EngineDevice:
         self.wait()
         return seconds
 
-    def _lower_catch_up(self, table: np.ndarray) -> Callable[[], Any]:
+    def _lower_catch_up(self, table: np.ndarray, most: int) -> Callable[[], Any]:
         return lambda: device_rows.catch_up.lower(
-            self.target, self.paused, self.state, table, width=self.sizes.rows
+            self.target, self.paused, self.state, table, width=self.sizes.rows, most=most
         )
 
     def _lower_decode(self, table: np.ndarray, index: int, width: int, logprobs: bool) -> Any:

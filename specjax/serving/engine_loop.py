@@ -30,7 +30,7 @@ from specjax.serving.clients import ClientRow, Clients
 from specjax.serving.config import EngineConfig
 from specjax.serving.constrained_calls import ConstrainedCalls
 from specjax.serving.constrained_choice import Call
-from specjax.serving.device import EngineDevice, is_paused
+from specjax.serving.device import FEW_PENDING, EngineDevice, is_paused
 from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
@@ -540,7 +540,8 @@ class EngineLoop:
             table, until_any_done = scheduler.table.copy(), scheduler.waiting > 0
         if order is not None:
             self.device.rearrange(order)
-        pauses = is_paused(drafter) and not is_masked
+        pauses = is_paused(drafter)
+        added = 1 + _longest(known) if is_masked else steps
         # Time the decode call alone, without the chunks that the device is still prefilling.
         if self.device.is_busy():
             self._deliver()
@@ -548,8 +549,9 @@ class EngineLoop:
         # Catch up before a call that drafts, because the drafter must have read all committed
         # tokens. Also before a paused call whose tokens may not fit into the buffer of pending
         # tokens, which has room for `ROOM` per row.
-        if self._pending and (not pauses or self._pending + steps > ROOM):
+        if self._pending and (not pauses or self._pending + added > ROOM):
             self._catch_up(table)
+        self._pending += added if pauses else 0
         if is_masked:
             assert call is not None
             progress = self._step_masked(call, known, table, to_retire, width, snapshot, logprobs)
@@ -582,7 +584,6 @@ class EngineLoop:
         progress = self.device.decode(
             index, table, to_retire, steps, until_any_done, width, logprobs
         )
-        self._pending += steps if pauses else 0
         self._deliver()  # the texts of the previous call, while the device works on this one
         # If the call has ended already, its true time is unknown: the measured seconds are an upper
         # bound.
@@ -673,6 +674,8 @@ class EngineLoop:
         self._deliver()  # the texts of the previous call, while the device works on this one
         progress = jax.device_get(progress)
         seconds = time.perf_counter() - started
+        if call.kind == "host" and nothing_compiles:
+            seconds, self._uncharged = seconds + self._uncharged, 0.0
         self._constrained.end_masked(
             call, known, snapshot, progress, width, seconds if nothing_compiles else None
         )
@@ -737,11 +740,12 @@ class EngineLoop:
         The seconds count as part of the next call of plain decoding, because such calls are what
         makes tokens pending.
         """
-        if not self.programs.wait_for("catch_up"):
+        few = self._pending <= FEW_PENDING and self.programs.is_ready("catch_up", FEW_PENDING)
+        if not few and not self.programs.wait_for("catch_up", ROOM):
             raise self.programs.error or _ClosedError
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
-        self.device.catch_up(table)
+        self.device.catch_up(table, *([FEW_PENDING] if few else []))
         self.device.wait()
         if nothing_compiles:
             self._uncharged += time.perf_counter() - started
@@ -924,6 +928,11 @@ class EngineLoop:
                 with self.wake:
                     self.scheduler.cancel(handle.request)
                     self.handles.pop(handle.request, None)
+
+
+def _longest(known: Mapping[Request, Sequence[int]]) -> int:
+    """Return the number of tokens of the longest draft that the host can make."""
+    return max(map(len, known.values()), default=0)
 
 
 def _check_logprobs(chunk: PrefillChunk, chosen: np.ndarray) -> None:
