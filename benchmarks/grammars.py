@@ -237,7 +237,7 @@ def runs_of(part: Part, rows: int, config: GrammarsConfig) -> dict[str, Run]:
 
 def masks(config: GrammarsConfig) -> dict[str, Any]:
     """Return the milliseconds of the host for the masks of 8 rows of 8 nodes."""
-    directory = config.tokenizer or hub.locate(config.target, weights=False)
+    directory = Path(config.tokenizer or hub.locate(config.target, weights=False))
     tokenizer = text.load_tokenizer(directory)
     size = config.vocabulary or len(tokenizer)
     compiler = GrammarCompiler(tokenizer, size)
@@ -246,22 +246,24 @@ def masks(config: GrammarsConfig) -> dict[str, Any]:
     measured = {}
     for name, grammar in {"JSON": specjax.JsonObject(), "regex": ANYTHING}.items():
         matchers = [compiler.compile(grammar).matcher((0,)) for _ in range(rows)]
-        times = []
+        times, cpu_times = [], []
         for position in range(0, len(ids) - nodes, nodes):
             drafted = np.tile(np.asarray(ids[position - 1 : position + nodes - 1]), (rows, 1))
             if position == 0:
                 drafted = np.tile(np.asarray([0, *ids[: nodes - 1]]), (rows, 1))
             draft = Draft.of_tree(drafted, tree.chain_parents(nodes))
             draft = jax.device_get(draft)
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             legal_tokens(matchers, draft, size)
             times.append(1e3 * (time.perf_counter() - started))
+            cpu_times.append(1e3 * (time.process_time() - cpu_started))
             for matcher in matchers:
                 matcher.append(ids[position : position + nodes])
         measured[name] = {
             "milliseconds": median(times),
             "spread": [min(times), max(times)],
             "ninetieth": float(np.quantile(times, 0.9)),
+            "milliseconds_of_cpu": median(cpu_times),
         }
     return {"tokens": size, "rows": rows, "nodes": nodes} | measured
 
