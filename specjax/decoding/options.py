@@ -130,24 +130,35 @@ class GenerationOptions:
         Raises:
             InputError: The grammars do not fit the rows or the vocabulary.
         """
+        grammars = self.grammars_of_rows(len(checked.stop_token_ids), vocab_size)
+        if grammars is None:
+            return None
+        return [
+            None if grammar is None else grammar.matcher(tuple(i for i in row if i >= 0))
+            for grammar, row in zip(grammars, checked.stop_token_ids.tolist(), strict=True)
+        ]
+
+    def grammars_of_rows(self, batch: int, vocab_size: int) -> list[CompiledGrammar | None] | None:
+        """Return the grammar of each of ``batch`` rows; None if there are no grammars.
+
+        Raises:
+            InputError: The grammars do not fit the rows, or a vocabulary of this size.
+
+        Examples:
+            >>> from specjax.decoding import GenerationOptions
+            >>> GenerationOptions(grammar=[None, None]).grammars_of_rows(batch=2, vocab_size=16)
+            [None, None]
+        """
         if self.grammar is None:
             return None
-        ids = checked.stop_token_ids
-        grammars = (
-            list(self.grammar)
-            if isinstance(self.grammar, list | tuple)
-            else [self.grammar] * len(ids)
-        )
-        if len(grammars) != len(ids):
+        is_list = isinstance(self.grammar, list | tuple)
+        grammars = list(self.grammar) if is_list else [self.grammar] * batch  # pyright: ignore[reportArgumentType]
+        if len(grammars) != batch:
             raise InputError(
-                f"grammar: {len(grammars)} grammars; give one, or one for each of the {len(ids)}"
-                " rows"
+                f"grammar: {len(grammars)} grammars; give one, or one for each of the {batch} rows"
             )
         return [
-            None
-            if grammar is None
-            else _check_grammar(grammar, vocab_size).matcher(tuple(i for i in row if i >= 0))
-            for grammar, row in zip(grammars, ids.tolist(), strict=True)
+            None if grammar is None else _check_grammar(grammar, vocab_size) for grammar in grammars
         ]
 
     def _counts(self, name: str, batch: int, minimum: int, maximum: Any, must: str) -> np.ndarray:
