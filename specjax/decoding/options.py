@@ -120,6 +120,21 @@ class GenerationOptions:
             )
         return rule
 
+    def check_has_no_grammar(self, function: str) -> None:
+        """Refuse grammars, for a ``function`` that decodes free text.
+
+        Raises:
+            InputError: There is a grammar.
+
+        Examples:
+            >>> from specjax.decoding import GenerationOptions
+            >>> GenerationOptions(grammar=specjax.Regex("a")).check_has_no_grammar("trial_speedup")
+            Traceback (most recent call last):
+            specjax.errors.InputError: options: trial_speedup decodes free text; leave out grammar
+        """
+        if self.grammar is not None:
+            raise InputError(f"options: {function} decodes free text; leave out grammar")
+
     def matchers(self, checked: "CheckedOptions", vocab_size: int) -> list[Matcher | None] | None:
         """Return a new matcher for each row, None for a row without a grammar; None without any.
 
