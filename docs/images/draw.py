@@ -287,7 +287,11 @@ def masked_tree() -> "Figure":
         is_legal = masks[above][token // 32] >> np.uint32(token % 32) & 1
         (reached if is_legal else illegal).add(node)
     notes = [
-        f"{sizes[node]:,} legal" if node in reached else "not legal" if node in illegal else "not reached"
+        f"{sizes[node]:,} legal"
+        if node in reached
+        else "not legal"
+        if node in illegal
+        else "not reached"
         for node in range(len(tokens))
     ]
     return pictures.draw_draft(

@@ -361,14 +361,15 @@ class EngineDevice:
         """
         widths = self.masked_widths if matchers else self.sizes.widths
         width = next(width for width in widths if width >= len(rows))
-        arguments = self._verify_arguments(table, width, rows, drafts)
+        arguments, legal = self._verify_arguments(table, width, rows, drafts), None
         if matchers:
             *_, tokens, parents, valid = arguments
             draft = Draft(tokens=tokens, grown=parents, valid=valid, levels=self._clients.depth)
             vocab_size = self.target.config.vocab_size
             legal, _ = legal_tokens(matchers, draft, vocab_size, on_error)
-            arguments = *arguments, legal
-        self.state, checked = remote_drafts.verify_rows(*arguments, depth=self._clients.depth)
+        self.state, checked = remote_drafts.verify_rows(
+            *arguments, legal, depth=self._clients.depth
+        )
         return sharding.everywhere(checked, self.target.mesh)
 
     def decode(
@@ -562,11 +563,10 @@ class EngineDevice:
         def verify(stage: int, width: int, is_masked: bool = False) -> EngineProgram:
             def lower() -> Any:
                 arguments = self._verify_arguments(table, width, [], [])
-                if is_masked:
-                    words = mask_words(self.target.config.vocab_size)
-                    legal = np.zeros((width, self._clients.nodes, words), np.uint32)
-                    arguments = *arguments, legal
-                return remote_drafts.verify_rows.lower(*arguments, depth=self._clients.depth)
+                words = mask_words(self.target.config.vocab_size)
+                masks = np.zeros((width, self._clients.nodes, words), np.uint32)
+                legal = masks if is_masked else None
+                return remote_drafts.verify_rows.lower(*arguments, legal, depth=self._clients.depth)
 
             return EngineProgram("verify_masked" if is_masked else "verify", (width,), stage, lower)
 

@@ -435,23 +435,16 @@ class Engine:
     ) -> None:
         self.close()
 
-    def compile_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, so that a request with it does not have to. Any thread may call it.
+    def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile a grammar of a request now, so that `submit` finds it compiled.
+
+        Args:
+            grammar: the grammar.
 
         Raises:
-            InputError: This engine has no grammars, or the grammar cannot be compiled.
-
-        Examples:
-            >>> from specjax.serving import Engine
-            >>> sizes = {"rows": 1, "widths": (1,), "capacity": 32}
-            >>> with Engine(target, drafts=(None,), **sizes) as engine:
-            ...     engine.compile_grammar(specjax.Regex("a|b"))
-            Traceback (most recent call last):
-            specjax.errors.InputError: grammar: this engine has no grammars; give ...
+            InputError: this engine has no grammars, or the grammar is wrong or has a part that is
+                not supported.
         """
-        self._compiled(grammar)
-
-    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         if self._config.grammars is None:
             raise InputError("grammar: this engine has no grammars; give Engine(grammars=True)")
         return self._config.grammars.compile(grammar)
@@ -466,7 +459,7 @@ class Engine:
                 output cannot go on under it.
         """
         stop_ids = tuple(int(i) for i in settings["stop_token_ids"] if i >= 0)
-        matcher = self._compiled(grammar).matcher(stop_ids)
+        matcher = self.compile_grammar(grammar).matcher(stop_ids)
         try:
             matcher.append(output)
         except RuntimeError as error:

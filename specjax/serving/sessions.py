@@ -497,13 +497,17 @@ class Sessions:
         def go_on(error: InputError | None) -> None:
             newest = self._compiling.pop(key)
             if error is not None:
-                refused = wire.RefusedMessage(code="invalid", message=str(error)[:1000])
+                code = "full" if isinstance(error, QueueFullError) else "invalid"
+                refused = wire.RefusedMessage(code=code, message=str(error)[:1000])
                 self._send(newest, refused)
             elif not newest.is_lost:
                 self._open(newest, message)
 
+        def post(error: InputError | None) -> None:
+            self._post(partial(go_on, error))
+
         assert grammar is not None
-        compile_grammar(grammar, lambda error: self._post(partial(go_on, error)))
+        compile_grammar(grammar, post)
 
     def _open(self, connection: Connection, message: wire.OpenMessage) -> None:
         """Open a session, and have its text prefilled."""

@@ -5,29 +5,25 @@ queue, so that a client that reads slowly does not delay others.
 """
 
 import asyncio
-import logging
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from specjax.errors import InputError
-from specjax.grammars import Grammar
 from specjax.serving.http.places import network_of, networks
-from specjax.serving.sessions import Connection, Sessions, SessionStatistics, Terms
+from specjax.serving.sessions import (
+    CompileGrammar,
+    Connection,
+    Sessions,
+    SessionStatistics,
+    Terms,
+)
 from specjax.wire import MOST_UP, FrameError
 from specjax.wire.messages import MOST_GRAMMAR
 
-_LOGGER = logging.getLogger(__name__)
-
 CLOSING = 5.0
 """The seconds that a client has to read the close frame."""
-
-_GrammarJob = tuple[Grammar, Callable[[InputError | None], None]]
-"""A grammar to compile, and what to call afterwards."""
 
 
 class Drafts:
@@ -39,7 +35,11 @@ class Drafts:
     """
 
     def __init__(
-        self, engine: Any, sessions_per_owner: int | None = None, trusted: Sequence[str] = ()
+        self,
+        engine: Any,
+        sessions_per_owner: int | None = None,
+        trusted: Sequence[str] = (),
+        compile_grammar: CompileGrammar | None = None,
     ) -> None:
         """Start without clients.
 
@@ -47,6 +47,7 @@ class Drafts:
             engine: an engine that accepts drafts of clients.
             sessions_per_owner: the limit of `specjax.serving.sessions.Terms`.
             trusted: addresses or networks without a limit of sessions, such as proxies.
+            compile_grammar: the argument of `specjax.serving.sessions.Sessions`.
         """
         bounds = engine.client_drafts
         tells = bounds.tells(engine.target)
@@ -60,12 +61,13 @@ class Drafts:
             sessions_per_owner=sessions_per_owner,
         )
         self._trusted = networks(trusted)
-        self._engine = engine
-        self._grammars: queue.SimpleQueue[_GrammarJob] = queue.SimpleQueue()
-        self._compiler: threading.Thread | None = None
         has_grammars = engine.has_grammars
-        compile_grammar = self._compile_grammar if has_grammars else None
-        self.sessions = Sessions(engine, terms, post=self._post, compile_grammar=compile_grammar)
+        self.sessions = Sessions(
+            engine,
+            terms,
+            post=self._post,
+            compile_grammar=compile_grammar if has_grammars else None,
+        )
         self.max_frame_bytes = min(
             MOST_UP, 4 * engine.capacity + 4096 + MOST_GRAMMAR * has_grammars
         )
@@ -81,29 +83,6 @@ class Drafts:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed, and so are all connections
             self._loop.call_soon_threadsafe(work)
-
-    def _compile_grammar(self, *job: Any) -> None:
-        """Compile a grammar in another thread, as `specjax.serving.sessions.CompileGrammar`."""
-        self._grammars.put(job)
-        if self._compiler is None:
-            self._compiler = threading.Thread(
-                target=self._compile_grammars, name="specjax-grammars", daemon=True
-            )
-            self._compiler.start()
-
-    def _compile_grammars(self) -> None:
-        """Compile the grammars of clients, one after the other. This is the body of a thread."""
-        while True:
-            grammar, go_on = self._grammars.get()
-            error = None
-            try:
-                self._engine.compile_grammar(grammar)
-            except InputError as refusal:
-                error = refusal
-            except Exception:
-                _LOGGER.exception("a client's grammar failed; the others continue")
-                error = InputError("grammar: it failed in the server; see its log")
-            go_on(error)
 
     def _network_of(self, websocket: WebSocket) -> str:
         """Return the network of a client without an API key; empty: it is unknown, or a proxy's."""
