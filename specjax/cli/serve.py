@@ -84,6 +84,8 @@ class ServeConfig:
             logprobs.
         max_prediction: maximum length of a draft that is copied from a predicted output; 0 disables
             predictions.
+        grammars: "on" lets requests constrain their texts by JSON schemas, regexes and grammars;
+            "auto" does so wherever it is supported, and "off" saves the memory of the programs.
         per_request_spec_decode_metrics: report in each answer how many drafted tokens were
             accepted.
         drain_seconds: seconds that running requests have to finish after SIGTERM.
@@ -128,6 +130,7 @@ class ServeConfig:
     mesh: tuple[int, int] = (1, 1)
     max_logprobs: int = 20
     max_prediction: int = 16
+    grammars: Literal["auto", "on", "off"] = "auto"
     per_request_spec_decode_metrics: bool = False
     drain_seconds: float = 30.0
     reader_seconds: float = 60.0
@@ -268,11 +271,32 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         "max_waiting": config.max_queue,
         "max_logprobs": config.max_logprobs,
         "max_prediction": config.max_prediction,
+        "grammars": has_grammars(config, generator),
         "clients": ClientDrafts(drafter) if takes_drafts else None,
         "client_rows": config.client_rows or None,
         "warm": config.warm,
     }
     return options, reason
+
+
+def has_grammars(config: ServeConfig, generator: pipeline.TextGenerator) -> bool:
+    """Return whether requests may have grammars.
+
+    Raises:
+        InputError: they shall, by ``--grammars on``, and this model or mesh does not support it.
+    """
+    if config.grammars == "off":
+        return False
+    try:
+        if spans_processes(generator.target.mesh):
+            raise InputError("a mesh that spans processes does not support them")
+        generator.grammar_compiler  # noqa: B018 - it is built here, which refuses some tokenizers
+    except InputError as error:
+        if config.grammars == "on":
+            raise InputError(f"grammars='on': {error}; give auto or off") from None
+        print(f"requests may not have grammars: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def choose_capacity(

@@ -21,7 +21,7 @@ from specjax.decoding.options import check_prompts
 from specjax.drafters import Drafter
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, check_options
-from specjax.grammars import Grammar, Matcher
+from specjax.grammars import CompiledGrammar, Grammar, Matcher
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.sampling_params import SamplingParams
@@ -334,6 +334,11 @@ class Engine:
             )
 
     @property
+    def has_grammars(self) -> bool:
+        """True if requests may have grammars."""
+        return self._config.grammars is not None
+
+    @property
     def client_drafts(self) -> ClientDrafts | None:
         """The shapes of drafts that clients may send; None: there are no clients."""
         return self._loop.device.clients
@@ -430,6 +435,20 @@ class Engine:
     ) -> None:
         self.close()
 
+    def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile a grammar of a request now, so that `submit` finds it compiled.
+
+        Args:
+            grammar: the grammar.
+
+        Raises:
+            InputError: this engine has no grammars, or the grammar is wrong or has a part that is
+                not supported.
+        """
+        if self._config.grammars is None:
+            raise InputError("grammar: this engine has no grammars; give Engine(grammars=True)")
+        return self._config.grammars.compile(grammar)
+
     def _matcher(
         self,
         grammar: Grammar,
@@ -437,12 +456,10 @@ class Engine:
         prediction: Sequence[int],
     ) -> Matcher:
         """Return the matcher of a request, after a check of what it asks for beside a grammar."""
-        if self._config.grammars is None:
-            raise InputError("grammar: this engine has no grammars; give Engine(grammars=True)")
         if prediction:
             raise InputError("prediction: not supported together with a grammar; leave it out")
         stop_ids = tuple(int(i) for i in settings["stop_token_ids"] if i >= 0)
-        return self._config.grammars.compile(grammar).matcher(stop_ids)
+        return self.compile_grammar(grammar).matcher(stop_ids)
 
     def _check_output_options(
         self, params: SamplingParams, logprobs: int | None, echo: bool, spans: bool

@@ -123,6 +123,7 @@ class Answer:
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         handle, request = self.handles[index], self.request
         choice: dict[str, Any] = {"index": index, "finish_reason": handle.finish_reason}
+        choice |= self._completed(index)
         if request.logprobs is None:
             logprobs = []
         else:
@@ -191,9 +192,8 @@ class Answer:
         choice: dict[str, Any] = {"delta": {}} if self.request.is_chat else {"text": ""}
         # A stop string removes the tokens after it.
         self._streamed[index] = len(self.handles[index].tokens)
-        return self._chunk(
-            index, choice | {"logprobs": None, "finish_reason": self.handles[index].finish_reason}
-        )
+        choice |= {"logprobs": None, "finish_reason": self.handles[index].finish_reason}
+        return self._chunk(index, choice | self._completed(index))
 
     def total(self) -> dict[str, Any]:
         """Return the chunk with the usage, after all choices."""
@@ -212,6 +212,12 @@ class Answer:
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.request.is_chat else "text_completion"
+
+    def _completed(self, index: int) -> dict[str, bool | None]:
+        """Return whether a choice satisfies its grammar as a whole, if the request has one."""
+        if self.request.params.grammar is None:
+            return {}
+        return {"grammar_completed": self.handles[index].grammar_completed}
 
     # --- usage and acceptance ---------------------------------------------------------------------
 

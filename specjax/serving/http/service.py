@@ -107,6 +107,7 @@ class Service:
             max_prediction=engine.max_prediction,
             capacity=engine.capacity,
             has_chat=bool(tokenizer.chat_template),
+            has_grammars=engine.has_grammars,
             template_names=names_read(tokenizer),
             eos_token_ids=tuple(config.eos_token_ids),
             default_sampling=engine.default_sampling or Limits.default_sampling,
@@ -121,12 +122,33 @@ class Service:
         self.created = int(time.time())
         self._submissions: set[Submission] = set()
         self._threads = ThreadPoolExecutor(2, "specjax-requests")
+        # Grammars that take long to compile do not keep other requests from being tokenized.
+        self._grammar_threads = ThreadPoolExecutor(2, "specjax-grammars")
         self._logged_names: set[str] = set()
         self._places_lock = threading.Lock()
 
     async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Call ``work`` in one of two threads, because tokenizing a long text takes seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def compile_grammar(self, request: TextRequest) -> None:
+        """Compile the grammar of a request, if it has one, so that the engine finds it compiled.
+
+        Raises:
+            RequestError: the grammar is wrong, or has a part that is not supported.
+        """
+        grammar, name = request.params.grammar, request.grammar_name
+        if grammar is None:
+            return
+
+        def work() -> None:
+            try:
+                self.engine.compile_grammar(grammar)
+            except InputError as error:
+                message = str(error).removeprefix(f"grammar={grammar!r}: ")
+                raise invalid(name, f"{name}: {message}") from None
+
+        await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
 
     def ignored_header(self, names: Sequence[str]) -> dict[str, str]:
         """Return the header that names the unknown parameters of a request, and log new ones."""

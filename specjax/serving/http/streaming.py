@@ -28,6 +28,7 @@ class GenerationResponse:
         service, request = self._service, self._request
         submission = service.begin()
         try:
+            await service.compile_grammar(request)
             # Cancelling this task does not stop the thread. Texts that it submits later are
             # cancelled by the submission, which has ended by then.
             prompts = await service.in_thread(service.submit, request, submission)
