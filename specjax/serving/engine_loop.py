@@ -606,7 +606,9 @@ class EngineLoop:
         forced: list[Sequence[int]] = [()] * width
         for row, matcher in enumerate(matchers):
             try:
-                forced[row] = () if matcher is None else matcher.forced(FORCED)
+                if matcher is not None:
+                    matcher.begin_step()
+                    forced[row] = matcher.forced(FORCED)
             except Exception as error:  # only this text ends
                 give_up(row, error)
                 matchers[row] = None
