@@ -13,7 +13,12 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from specjax.decoding.constrained import FORCED, forced_draft, legal_tokens
+from specjax.decoding.constrained import (
+    FORCED,
+    begin_with_forced,
+    forced_draft,
+    legal_tokens,
+)
 from specjax.decoding.rows import Progress
 from specjax.drafts.draft import Draft
 from specjax.grammars import Matcher
@@ -74,6 +79,7 @@ class ConstrainedCalls:
         known: dict[Request, Sequence[int]] = {}
         for request, matcher in matchers.items():
             try:
+                matcher.begin_step()
                 replay = self._replays.get(request)
                 known[request] = matcher.forced(FORCED) if replay is None else replay[:FORCED]
             except Exception as error:  # only this text ends
@@ -87,6 +93,8 @@ class ConstrainedCalls:
         widths: tuple[int, int],
         draft: int,
         most: int,
+        *,
+        copies: bool = False,
     ) -> Call:
         """Return the call to make.
 
@@ -96,6 +104,7 @@ class ConstrainedCalls:
             widths: the number of rows that a masked step computes, and that a free call computes.
             draft: the index of the draft of a free call.
             most: the largest number of steps of a free call.
+            copies: whether masked steps copy predictions.
         """
         may_be_free = self.kinds != "masked" and not any(map(self._replays.__contains__, known))
         if may_be_free and self.kinds == "free":
@@ -107,6 +116,7 @@ class ConstrainedCalls:
             leaving=[self._of(request).rate for request in known],
             draft=draft if may_be_free else None,
             most=most,
+            copies=copies,
         )
 
     def _of(self, request: Request) -> Leaving:
@@ -116,7 +126,7 @@ class ConstrainedCalls:
 
     def begin_masked(
         self,
-        call: Call,
+        index: int | None,
         known: Mapping[Request, Sequence[int]],
         snapshot: Mapping[int, tuple[Request, Handle]],
         table: np.ndarray,
@@ -125,26 +135,41 @@ class ConstrainedCalls:
         logprobs: bool,
         give_up: GiveUp,
     ) -> Progress:
-        """Queue a masked step on the device, and return its progress, which is not ready yet."""
+        """Queue a masked step on the device, and return its progress, which is not ready yet.
+
+        Args:
+            index: the index of the drafter; None: the host drafts.
+            known: the tokens that the host can draft, by request.
+            snapshot: the request and the handle of each running row.
+            table: ``[rows, n]`` the pages of all rows.
+            to_retire: ``[rows]`` bool, rows without a text.
+            width: the number of rows to compute.
+            logprobs: whether to report log-probabilities.
+            give_up: ends a text with an error.
+        """
         matchers: list[Matcher | None] = [None] * width
         tokens: list[Sequence[int]] = [()] * width
         for row, (request, handle) in snapshot.items():
             if not to_retire[row] and request in known:
                 matchers[row] = handle.output_options.matcher
                 tokens[row] = known[request]
-        if call.kind == "host":
+        if index is None:
             draft = on_host = forced_draft(tokens)
         else:
-            draft = self._device.propose(table, to_retire, width)
+            draft = self._device.propose(index, table, to_retire, width)
             on_host = jax.device_get(replace(draft, q=None))
+        if index is not None and index == self._device.copying and any(tokens):
+            # A drafter that copies takes any draft, so that some rows can have forced text.
+            on_host = begin_with_forced(on_host, tokens)
+            draft = self._device.with_tokens(draft, on_host)
         started = time.perf_counter()
         vocab_size = self._device.target.config.vocab_size
         legal, illegal = legal_tokens(matchers, on_host, vocab_size, give_up)
         self.counts.mask_seconds += time.perf_counter() - started
         self.counts.illegal_nodes += illegal
-        if call.kind == "drafted":
+        if index is not None and index == self._device.masked:
             self._judge_drafts(on_host, legal, matchers, snapshot)
-        return self._device.advance(table, to_retire, draft, legal, width, logprobs)
+        return self._device.advance(index, table, to_retire, draft, legal, width, logprobs)
 
     def _judge_drafts(
         self,
@@ -182,8 +207,9 @@ class ConstrainedCalls:
                 self._replays[request] = replay[emitted:]
             else:  # the token after the legal ones, or, at a near tie, another one
                 del self._replays[request]
-        if call.kind == "drafted":
-            self._choice.record_tokens(len(snapshot), int(sum(counts[row] for row in snapshot)))
+        if call.kind != "host":
+            emitted = int(sum(counts[row] for row in snapshot))
+            self._choice.record_tokens(call.kind, len(snapshot), emitted)
         if seconds is not None:
             longest = max(map(len, known.values()), default=0)
             self._choice.record(call, width, longest, seconds)

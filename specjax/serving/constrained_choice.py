@@ -1,8 +1,10 @@
 """The choice between the kinds of calls for rows with a grammar, in plain Python.
 
-A call with constrained rows is one of three:
+A call with constrained rows is one of these:
 
 - *drafted*: a masked step with the drafter's draft;
+- *copying*: a masked step that copies predictions, and drafts forced text and the drafter's draft
+  in rows without one;
 - *host*: a masked step whose draft is what the grammar forces, or nothing;
 - *free*: several steps without masks. A row in which a token is not legal goes back to where it was
   before the call, and the next masked step replays its legal tokens.
@@ -99,7 +101,7 @@ class Call:
     """A call for rows some of which have a grammar.
 
     Attributes:
-        kind: "drafted", "host" or "free".
+        kind: "drafted", "copying", "host" or "free".
         steps: the number of steps, 1 for masked steps.
     """
 
@@ -136,10 +138,11 @@ class ConstrainedChoice:
         self._seconds: dict[tuple[int, str, int], float] = {}  # by width, kind and longest draft
         self._has_run: set[tuple[int, str, int]] = set()
         depth = 0 if masked is None else _depth(free, masked)
-        self._tokens = _Share(MEMORY, weight=4)  # tokens a row and step with a draft
+        # The tokens of a row in a step with a draft, by kind.
+        self._tokens = {kind: _Share(MEMORY, weight=4) for kind in ("drafted", "copying")}
         self._expected_tokens = sum(0.8**level for level in range(depth + 1))
         self._clock = 0.0
-        self._last_used = {"drafted": 0.0, "host": 0.0, "free": 0.0}
+        self._last_used = dict.fromkeys(("drafted", "copying", "host", "free"), 0.0)
         self._current = ""
 
     def choose(
@@ -151,6 +154,7 @@ class ConstrainedChoice:
         leaving: Sequence[float],
         draft: int | None,
         most: int | None = None,
+        copies: bool = False,
     ) -> Call:
         """Return the call to make.
 
@@ -161,15 +165,17 @@ class ConstrainedChoice:
             leaving: the `Leaving.rate` of each constrained row.
             draft: the index of the draft of a free call; None: no free call may be made now.
             most: the largest number of steps of a free call now; None: the usual one.
+            copies: whether some row has a prediction, so that masked steps copy.
         """
         width, free_width = widths
         longest = max(forced, default=0)
-        calls: dict[str, tuple[Call, float, float]] = {
-            "host": (Call("host"), rows + sum(forced), self._of_host(width, longest))
-        }
-        if self._masked is not None:
-            tokens = rows * self._tokens.given(self._expected_tokens)
-            calls["drafted"] = Call("drafted"), tokens, self._of_drafted(width)
+        calls: dict[str, tuple[Call, float, float]] = {}
+        if not copies:
+            calls["host"] = Call("host"), rows + sum(forced), self._of_host(width, longest)
+        kind = "copying" if copies else "drafted"
+        if copies or self._masked is not None:
+            tokens = rows * self._tokens[kind].given(self._expected_tokens)
+            calls[kind] = Call(kind), tokens, self._of_draft(width, kind)
         if draft is not None:
             most = self._steps if most is None else most
             candidates = [
@@ -199,9 +205,8 @@ class ConstrainedChoice:
                 return kind
         return chosen
 
-    def _of_drafted(self, width: int) -> float:
-        assert self._masked is not None
-        return self._measured(width, "drafted", 0, self._masked)
+    def _of_draft(self, width: int, kind: str) -> float:
+        return self._measured(width, kind, 0, self._plain if self._masked is None else self._masked)
 
     def _of_host(self, width: int, longest: int) -> float:
         return self._measured(width, "host", _bucket(longest), self._plain)
@@ -257,9 +262,9 @@ class ConstrainedChoice:
             # The limit keeps one pause of the machine from making the kind look slow for long.
             self._seconds[key] = before + (min(seconds, 4 * before) - before) / LATENCY
 
-    def record_tokens(self, row_steps: int, emitted: int) -> None:
+    def record_tokens(self, kind: str, row_steps: int, emitted: int) -> None:
         """Record the ``emitted`` tokens of a masked step with a draft in ``row_steps`` rows."""
-        self._tokens.add(emitted, row_steps)
+        self._tokens[kind].add(emitted, row_steps)
 
 
 def _bucket(longest: int) -> int:

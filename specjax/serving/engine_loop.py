@@ -30,7 +30,7 @@ from specjax.serving.clients import ClientRow, Clients
 from specjax.serving.config import EngineConfig
 from specjax.serving.constrained_calls import ConstrainedCalls
 from specjax.serving.constrained_choice import Call
-from specjax.serving.device import FEW_PENDING, EngineDevice, is_paused
+from specjax.serving.device import COPYING, FEW_PENDING, MASKED, EngineDevice, is_paused
 from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
@@ -38,9 +38,6 @@ from specjax.serving.statistics import EngineStatistics, copies_of, difference
 from specjax.serving.totals import Totals
 
 _LOGGER = logging.getLogger(__name__)
-
-_MASKED = ("propose", "advance", "copy_rows", "restore_rows")
-"""The kinds of programs that rows with a grammar need."""
 
 
 class EngineLoop:
@@ -296,20 +293,22 @@ class EngineLoop:
             self.wake.notify_all()
 
     def _held_back(self) -> list[str]:
-        """Return the needs of requests ("logprobs", "clients", "grammars") that are not ready."""
+        """Return the needs of requests, such as "logprobs" or "grammars", that are not ready."""
         needs, is_ready, sizes = [], self.programs.is_ready, self.sizes
         if not (
             is_ready("read", sizes.chunk, True, False)
             and is_ready("decode", sizes.rows, self.device.reporting, True)
         ):
             needs.append("logprobs")
-        if not self.programs.are_ready(*_MASKED):
+        if not self.programs.are_ready(*MASKED, "copy_rows", "restore_rows"):
             needs.append("grammars")
         are_ready = [is_ready("verify", width) for width in sizes.widths]
         if self.device.remote_drafter is not None:
             are_ready += [is_ready("read", size, False, True) for size in sizes.read_widths]
         if not all(are_ready):
             needs.append("clients")
+        if not (all(are_ready) and self.programs.are_ready("verify_masked")):
+            needs.append("clients' grammars")
         return needs
 
     def _next_untimed(self) -> tuple[int, int] | None:
@@ -554,7 +553,9 @@ class EngineLoop:
         self._pending += added if pauses else 0
         if is_masked:
             assert call is not None
-            progress = self._step_masked(call, known, table, to_retire, width, snapshot, logprobs)
+            progress = self._step_masked(
+                call, index, known, table, to_retire, width, snapshot, logprobs
+            )
             return self._record_call(progress, snapshot)
         before = None if call is None else self.device.copy_rows()
         return self._call_free(
@@ -630,21 +631,22 @@ class EngineLoop:
         """
         running, device = self.scheduler.running, self.device
         requests = filter(None, map(self.scheduler.request_of, running))
-        if any(self.handles[it].output_options.logprobs is not None for it in requests):
-            widths, draft, logprobs = (self.sizes.rows,) * 2, device.reporting, True
-        else:
-            width = next(width for width in device.masked_widths if width >= len(running))
-            free_width, indices = self._free_programs()
-            widths, draft, logprobs = (
-                (width, free_width),
-                self.choice.fastest(free_width, indices),
-                False,
-            )
-        call = self._constrained.choose(known, len(running), widths, draft, steps)
+        options = [self.handles[request].output_options for request in requests]
+        free_width, indices = self._free_programs()
+        draft = self.choice.fastest(free_width, indices)
+        width = next(width for width in device.masked_widths if width >= len(running))
+        if logprobs := any(it.logprobs is not None for it in options):
+            width, free_width, draft = self.sizes.rows, self.sizes.rows, device.reporting
+        # Some row has a prediction, and no row needs log-probabilities, which copies do not have.
+        copies = any(it.prediction for it in options) and self.programs.are_ready(*COPYING)
+        copies = copies and device.copying is not None and not logprobs
+        call = self._constrained.choose(
+            known, len(running), (width, free_width), draft, steps, copies=copies
+        )
         if call.kind == "free":
             return call, *self._choose()
-        is_drafted = call.kind == "drafted" and device.masked is not None
-        return call, widths[0], device.masked if is_drafted else device.plain, logprobs  # pyright: ignore[reportReturnType]
+        index = {"drafted": device.masked, "copying": device.copying}.get(call.kind)
+        return call, width, device.plain if index is None else index, logprobs
 
     def _free_programs(self) -> tuple[int, list[int]]:
         """Return the width of a free call of the running rows, and the drafts that are compiled."""
@@ -658,6 +660,7 @@ class EngineLoop:
     def _step_masked(
         self,
         call: Call,
+        index: int,
         known: Mapping[Request, Sequence[int]],
         table: np.ndarray,
         to_retire: np.ndarray,
@@ -668,8 +671,9 @@ class EngineLoop:
         """Make one masked step with all running rows, and return its progress on the host."""
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
+        drafting, give_up = None if call.kind == "host" else index, self._give_up_row(snapshot)
         progress = self._constrained.begin_masked(
-            call, known, snapshot, table, to_retire, width, logprobs, self._give_up_row(snapshot)
+            drafting, known, snapshot, table, to_retire, width, logprobs, give_up
         )
         self._deliver()  # the texts of the previous call, while the device works on this one
         progress = jax.device_get(progress)
