@@ -44,6 +44,12 @@ def legal_after(compiler, grammar, tokens) -> np.ndarray:
     return flags(words)
 
 
+def is_whole(compiler, grammar, tokens) -> bool:
+    """Return whether a fresh matcher that reads the tokens would accept the end."""
+    matcher = LLMatcher(compiler._tokenizer, grammar.source)
+    return (not tokens or matcher.consume_tokens(tokens)) and matcher.is_accepting()
+
+
 def random_walk(compiler, grammar, rng, length: int = 12) -> list[int]:
     """Return legal tokens, drawn at random, without the end."""
     tokens: list[int] = []
@@ -182,3 +188,33 @@ def test_a_stop_token_that_the_grammar_needs_stops_a_text(compiler) -> None:
     forced = compiler.compile(specjax.Choice(["df"])).matcher((5, END))
     forced.append([3])
     assert forced.is_stuck
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: type(grammar).__name__)
+def test_the_legal_tokens_of_a_text_are_those_in_the_mask_of_their_position(
+    compiler, grammar
+) -> None:
+    """Check texts with one token replaced, also by another tokenisation of forced bytes."""
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(60):
+        text = [*random_walk(compiler, grammar, rng), END, 0]
+        wrong = int(rng.integers(0, len(text)))
+        text[wrong] = int(rng.integers(0, VOCABULARY))
+        start = int(rng.integers(0, min(wrong, len(text) - 2) + 1))
+        matcher = compiler.compile(grammar).matcher((END,))
+        matcher.append(text[:start])
+        expected = 0
+        for position in range(start, len(text)):
+            legal = legal_after(compiler, grammar, text[:position])
+            legal[END] = is_whole(compiler, grammar, text[:position])
+            if not legal[text[position]]:
+                break
+            expected += 1
+            if text[position] == END:
+                break
+        before = matcher.mask()
+        assert matcher.count_legal(text[start:]) == expected
+        assert np.array_equal(matcher.mask(), before)
+        seen.add(expected)
+    assert len(seen) > 2

@@ -27,7 +27,11 @@ PROMPTS = [
     )
 ]
 GRAMMARS_OF_ROWS = [*GRAMMARS.values(), None]
-SETTINGS = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.8},
+]
 
 
 def target_of(model: str) -> Any:
@@ -40,16 +44,12 @@ def engine(drafter: str, model: str = "plain", **options: Any) -> Engine:
         made = DraftModel(tiny_target(seed=5, vocab_size=VOCABULARY, **HYBRID), draft=Chain(3))
     else:
         made = DRAFTERS[drafter](target, draft_model)
-    return Engine(
-        target,
-        made,
-        **{"rows": 4, "capacity": 64, "page": 8, "chunk": 16, "steps": 4}
-        | {"tokenizer": small_tokenizer(), "grammars": True, "widths": (4,)}
-        | options,
-    )
+    sizes: dict[str, Any] = {"rows": 4, "capacity": 64, "page": 8, "chunk": 16, "steps": 4}
+    sizes |= {"tokenizer": small_tokenizer(), "grammars": True, "widths": (4,)}
+    return Engine(target, made, **sizes | options)
 
 
-def cases() -> list[tuple[list[int], Any, int, dict[str, float]]]:
+def cases() -> list[tuple[list[int], Any, int, dict[str, Any]]]:
     """Return prompts, grammars, seeds and sampling parameters; a sixth of the texts is free."""
     return [
         (prompt, GRAMMARS_OF_ROWS[index % 6], index, SETTINGS[index % 3])
@@ -124,7 +124,7 @@ def test_every_text_is_the_oracles(kinds: Kinds, drafter: str, model: str) -> No
 
 @pytest.mark.full
 def test_log_probabilities_are_those_of_masked_steps_and_nothing_is_compiled() -> None:
-    def run(kinds: Kinds) -> tuple[list[Any], int]:
+    def run(kinds: Kinds) -> tuple[list[Any], list[Any]]:
         served._loop._constrained.kinds = kinds
         handles = [
             served.submit(
