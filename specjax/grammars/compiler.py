@@ -194,4 +194,3 @@ class _Tokens:
                 ids.append(self._ids[text[start:end]])
             start = start + 1 if end is None else end
         return ids
-

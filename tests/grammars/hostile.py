@@ -288,7 +288,7 @@ def _ambiguous(rng: Random) -> str:
             "start: s\n" + "s: " + " | ".join(f"{a} {b}" for a in names for b in names) + "\n"
             "" + "\n".join(f"{name}: s {name} | {letters}" for name in names),
             f"start: s\ns: s s | t\nt: t t | s | {letters}",
-            f'start: (start? start? start? {letters.split("|")[0]})*',
+            f"start: (start? start? start? {letters.split('|')[0]})*",
         ]
     )
     return body

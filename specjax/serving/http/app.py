@@ -225,9 +225,7 @@ async def _answer_http_error(request: Request, error: Any) -> Response:
 
 async def _answer_engine_error(request: Request, error: Any) -> Response:
     status = engine_status(error)
-    return json_response(
-        error_object(status, engine_message(error), code="engine_error"), status
-    )
+    return json_response(error_object(status, engine_message(error), code="engine_error"), status)
 
 
 async def _answer_cancelled(request: Request, error: Any) -> Response:

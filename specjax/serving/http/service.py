@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specjax.errors import InputError
-from specjax.grammars import CheckerBusyError, GrammarChecker
+from specjax.grammars import CheckerBusyError, Grammar, GrammarChecker
 from specjax.sampling import SAMPLING_NAMES
 from specjax.serving.engine import Engine
 from specjax.serving.handle import Handle, TextCancelledError
@@ -123,7 +123,12 @@ class Service:
         self._max_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))
         self.drafts = None
         if engine.client_drafts is not None:
-            self.drafts = Drafts(engine, options.client_sessions, options.trusted_proxies)
+            self.drafts = Drafts(
+                engine,
+                options.client_sessions,
+                options.trusted_proxies,
+                self._compile_for_client,
+            )
         self.metrics = Metrics(engine, options.names[0], self.drafts and self.drafts.statistics)
         self.is_draining = False
         self.created = int(time.time())
@@ -152,9 +157,7 @@ class Service:
 
         def work() -> None:
             try:
-                if self.grammar_checker is not None:
-                    self.grammar_checker.check(grammar)
-                self.engine.compile_grammar(grammar)
+                self._compile(grammar)
             except CheckerBusyError as error:
                 message, headers = f"{name}: {error}", {"Retry-After": "1"}
                 raise RequestError(429, message, code="queue_full", headers=headers) from None
@@ -163,6 +166,37 @@ class Service:
                 raise invalid(name, f"{name}: {message}") from None
 
         await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
+
+    def _compile(self, grammar: Grammar) -> None:
+        """Check and compile a grammar, so that the engine finds it compiled. It blocks its thread.
+
+        Raises:
+            InputError: the grammar is wrong or exceeds a bound.
+            CheckerBusyError: too many grammars wait to be checked.
+        """
+        if self.grammar_checker is not None:
+            self.grammar_checker.check(grammar)
+        self.engine.compile_grammar(grammar)
+
+    def _compile_for_client(
+        self, grammar: Grammar, go_on: Callable[[InputError | None], None]
+    ) -> None:
+        """Compile a grammar as `specjax.serving.sessions.CompileGrammar` describes."""
+
+        def work() -> None:
+            error = None
+            try:
+                self._compile(grammar)
+            except CheckerBusyError as busy:
+                error = QueueFullError(f"grammar: {busy}")
+            except InputError as refusal:
+                error = refusal
+            except Exception:
+                _LOG.exception("a client's grammar failed; the others continue")
+                error = InputError("grammar: it failed in the server; see its log")
+            go_on(error)
+
+        self._grammar_threads.submit(work)
 
     def ignored_header(self, names: Sequence[str]) -> dict[str, str]:
         """Return the header that names the unknown parameters of a request, and log new ones."""
