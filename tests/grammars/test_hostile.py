@@ -1,6 +1,7 @@
 """Hostile grammars: each is refused or makes a text within bounds, and other texts go on."""
 
 import itertools
+
 import pytest
 
 import specjax
@@ -55,6 +56,21 @@ def test_a_mask_of_an_ambiguous_grammar_has_a_bound_of_work(compiler) -> None:
         bounded.mask()
     unlike = compiler.compile(specjax.Lark('start: (start "a")?'), is_bounded=True).matcher((19,))
     assert run_until_it_errs(unlike, a, most=300) == 300
+
+
+def test_too_many_alternatives_are_refused_where_they_would_end_every_text(compiler) -> None:
+    def rules(count: int) -> specjax.Lark:
+        words = " | ".join(f'"a{index:b}"' for index in range(count))
+        return specjax.Lark(f"start: {words}")
+
+    compiler.compile(rules(150), is_bounded=True)
+    compiler.compile(rules(300))
+    with pytest.raises(InputError, match="301 items; max is 200"):
+        compiler.compile(rules(300), is_bounded=True)
+    words = [f"a{index:b}" for index in range(3000)]
+    text = compiler.compile(specjax.Choice(words), is_bounded=True).matcher((19,))
+    text.append(compiler._tokenizer.tokenize_str(words[-1]))
+    assert text.is_complete
 
 
 def test_a_text_whose_masks_take_too_long_ends(compiler, monkeypatch) -> None:
