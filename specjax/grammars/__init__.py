@@ -19,8 +19,10 @@ The arithmetic is in `specjax.sampling`; `specjax.decoding.constrained` has the 
 from specjax.grammars.compiler import CompiledGrammar, GrammarCompiler
 from specjax.grammars.grammar import Choice, Grammar, JsonObject, JsonSchema, Lark, Regex
 from specjax.grammars.matcher import Matcher
+from specjax.grammars.tags import After, StructuralTag
 
 __all__ = [
+    "After",
     "Choice",
     "CompiledGrammar",
     "Grammar",
@@ -30,4 +32,5 @@ __all__ = [
     "Lark",
     "Matcher",
     "Regex",
+    "StructuralTag",
 ]
