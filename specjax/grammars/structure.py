@@ -131,6 +131,36 @@ def node_of_source(source: str) -> Node:
     return parsed.get("structure") or {"grammar": parsed["grammars"][0]}
 
 
+def grammar_parts(source: str) -> list[Mapping[str, Any]]:
+    """Return the grammars of a `Grammar.source`, and what holds them together, in JSON or Lark.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax.grammars.structure import grammar_parts
+        >>> [list(part) for part in grammar_parts(specjax.After("x", specjax.Regex("a")).source)]
+        [['lark_grammar'], ['structure']]
+    """
+    parsed = json.loads(source)
+    if "structure" not in parsed:
+        return parsed["grammars"]
+    parts: list[Mapping[str, Any]] = []
+
+    def visit(node: Any) -> Any:
+        """Collect the grammars, and return the node without them."""
+        if isinstance(node, list):
+            return [visit(part) for part in node]
+        if not isinstance(node, dict):
+            return node
+        if "grammar" in node:
+            parts.append(node["grammar"])
+        if "regex" in node:
+            parts.append({"lark_grammar": node["regex"]})
+        return {k: visit(v) for k, v in node.items() if k not in ("grammar", "regex")}
+
+    rest = visit(parsed["structure"])
+    return [*parts, {"structure": rest}]
+
+
 @dataclass
 class _Writer:
     """Writes nodes as expressions of Lark, and collects the rules and grammars that they need."""
