@@ -52,7 +52,7 @@ class Oracle:
 
     Args:
         target: the target.
-        compiler: the compiler, of which only llguidance's tokenizer is used.
+        compiler: the compiler, of which llguidance's tokenizer and the grammar's source are used.
         grammar: the grammar.
         stop_ids: the tokens that end the text.
         setting: sampling parameters by name, as `specjax.Sampling` takes them.
@@ -67,12 +67,12 @@ class Oracle:
         **setting: Any,
     ) -> None:
         self._forward, self._vocab = jax.jit(target.forward), target.config.vocab_size
-        self._tokenizer, self._grammar = compiler._tokenizer, grammar
+        self._tokenizer, self._source = compiler._tokenizer, compiler.source(grammar)
         self._stop_ids, self._setting = list(stop_ids), setting
 
     def legal(self, output: Sequence[int]) -> np.ndarray:
         """Return ``[V]`` bool, what may follow an output."""
-        matcher = LLMatcher(self._tokenizer, self._grammar.source)
+        matcher = LLMatcher(self._tokenizer, self._source)
         assert not output or matcher.consume_tokens(list(output)), output
         words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         legal = np.unpackbits(words, bitorder="little")[: self._vocab].astype(bool)
