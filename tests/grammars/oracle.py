@@ -167,10 +167,12 @@ class Reader:
         target: the target.
         compiler: the compiler, of which only llguidance's tokenizer is used.
         room: the length to which texts are padded.
+        rows: the number of texts that are read at a time, so that one program is compiled.
     """
 
-    def __init__(self, target: Any, compiler: GrammarCompiler, room: int) -> None:
-        self._target, self._compiler, self._room = target, compiler, room
+    def __init__(self, target: Any, compiler: GrammarCompiler, room: int, rows: int = 4) -> None:
+        self._target, self._compiler = target, compiler
+        self._room, self._rows = room, rows
         self._vocab = target.config.vocab_size
         self._forward = jax.jit(lambda tokens: target.forward(tokens)[0].logits)
         self._noise = jax.jit(
@@ -181,17 +183,19 @@ class Reader:
 
     def deviations(self, texts: Sequence[Text]) -> list[list[Deviation]]:
         """Return where each text is not the oracle's. After a deviation the text is followed."""
-        tokens = np.zeros((len(texts), self._room), np.int32)
-        for row, text in enumerate(texts):
-            whole = [*text.prompt, *text.output]
-            tokens[row, : len(whole)] = whole
-        logits = np.asarray(self._forward(tokens))
-        keys = jnp.stack([text.key for text in texts])
-        positions = jnp.broadcast_to(jnp.arange(self._room)[None], tokens.shape)
-        noise = np.asarray(self._noise(keys, positions))
-        return [
-            list(self._of_text(text, logits[row], noise[row])) for row, text in enumerate(texts)
-        ]
+        found: list[list[Deviation]] = []
+        for start in range(0, len(texts), self._rows):
+            some = texts[start : start + self._rows]
+            padded = [*some, *[some[0]] * (self._rows - len(some))]
+            tokens = np.zeros((self._rows, self._room), np.int32)
+            for row, text in enumerate(padded):
+                whole = [*text.prompt, *text.output]
+                tokens[row, : len(whole)] = whole
+            positions = np.broadcast_to(np.arange(self._room)[None], tokens.shape)
+            keys = jnp.stack([text.key for text in padded])
+            logits, noise = map(np.asarray, (self._forward(tokens), self._noise(keys, positions)))
+            found += [list(self._of_text(t, logits[i], noise[i])) for i, t in enumerate(some)]
+        return found
 
     def _of_text(self, text: Text, logits: np.ndarray, noise: np.ndarray) -> Iterator[Deviation]:
         oracle = Oracle(self._target, self._compiler, text.grammar, text.stop_ids, **text.setting)

@@ -364,8 +364,8 @@ def summary(results: Sequence[Mapping[str, Any]], with_table: bool = False) -> s
     lines = [
         f"{len(rows)} texts of {sum(row['tokens'] for row in rows)} tokens in {len(results)} calls;"
         f" {sum(row['accepted'] > 0 for row in rows)} texts have accepted drafts",
-        f"{len(compared)} compared token for token, {len(rows) - len(compared)} whose tokens must be"
-        " possible",
+        f"{len(compared)} compared token for token; {len(rows) - len(compared)} of other rules,"
+        " each token of which must be possible",
         f"{sum(row['completed'] for row in rows)} texts are complete",
         f"{len({(row['choice']['grammar'], row['choice']['number']) for row in rows})} grammars",
         f"{len(found)} deviations, of which rounding explains"
@@ -397,6 +397,7 @@ def _possible_pairs(impossible: Sequence[Pair]) -> list[Pair]:
     return [pair for pair in all_pairs(FACTORS) if pair not in excluded]
 
 
+@cache
 def plan() -> list[list[Choice]]:
     """Return the choices of the texts of every call."""
     done: Counter[Pair] = Counter()
