@@ -23,7 +23,9 @@ def _literal(rng: random.Random) -> str:
 
 
 def _class(rng: random.Random) -> str:
-    return rng.choice(["[a-f]", "[0-9]", r"\d", r"\w", "[A-Z]", "[xyz_]", "[^a-m]", r"\s", "[ -/]"])
+    return rng.choice(
+        ["[a-f]", "[0-9]", r"\d", "[a-zA-Z0-9_]", "[A-Z]", "[xyz_]", "[^a-m]", r"\s", "[ -/]"]
+    )
 
 
 def _repeated(rng: random.Random, part: str) -> str:

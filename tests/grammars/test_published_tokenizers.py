@@ -127,7 +127,9 @@ def test_a_target_beside_a_published_tokenizer_writes_valid_json(tokenizer) -> N
         max_new_tokens=40,
         sampling=specjax.Sampling(temperature=[0.0, 1.0]),
         eos_token_ids=(tokenizer.eos_token_id,),
-        grammar=GrammarCompiler(tokenizer, vocab_size).compile(specjax.JsonSchema(schema)),
+        grammar=GrammarCompiler(tokenizer, vocab_size).compile(
+            specjax.JsonSchema(schema, whitespace=False)
+        ),
     )
     assert result.grammar_completed.all()
     for row, length in zip(result.tokens, result.lengths, strict=True):
