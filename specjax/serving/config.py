@@ -86,8 +86,9 @@ class EngineConfig:
         Raises:
             InputError: An argument cannot be used. The message names it, its value and a remedy.
         """
-        default_sampling = None
+        default_sampling, generator = None, None
         if isinstance(target, pipeline.TextGenerator):
+            generator = target
             if drafter is not None:
                 raise InputError(
                     "drafter: the generator brings its own drafter; give this one to specjax.load"
@@ -128,7 +129,7 @@ class EngineConfig:
             clients,
             max_prediction,
             default_sampling,
-            _grammar_compiler(target, tokenizer) if grammars else None,
+            _grammar_compiler(target, tokenizer, generator) if grammars else None,
         )
 
     def together(self) -> processes.Processes | None:
@@ -209,8 +210,10 @@ class EngineConfig:
         return settings
 
 
-def _grammar_compiler(target: Target, tokenizer: Any) -> GrammarCompiler:
-    """Return the compiler of requests' grammars.
+def _grammar_compiler(
+    target: Target, tokenizer: Any, generator: pipeline.TextGenerator | None
+) -> GrammarCompiler:
+    """Return the compiler of requests' grammars: that of the generator, if there is one.
 
     Raises:
         InputError: There is no tokenizer, or the target spans processes.
@@ -221,6 +224,8 @@ def _grammar_compiler(target: Target, tokenizer: Any) -> GrammarCompiler:
         raise InputError(
             "grammars: they are not supported on a mesh that spans processes; give grammars=False"
         )
+    if generator is not None:
+        return generator.grammar_compiler
     return GrammarCompiler(tokenizer, target.config.vocab_size)
 
 

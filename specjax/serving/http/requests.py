@@ -20,6 +20,8 @@ from specjax.errors import InputError
 from specjax.sampling import SAMPLING_NAMES, Sampling
 from specjax.sampling_params import SamplingParams
 from specjax.serving.http.errors import RequestError, invalid
+from specjax.serving.http.grammars import PARAMETERS as GRAMMAR_PARAMETERS
+from specjax.serving.http.grammars import read_grammar
 from specjax.templates import Messages, Settings, read_settings
 
 MAX_PROMPTS = 64
@@ -65,6 +67,7 @@ class Limits:
             requests may not have a prediction.
         capacity: the maximal length of a text in tokens, prompt and output; None: it is unknown.
         has_chat: whether the tokenizer has a chat template.
+        has_grammars: whether requests may state a grammar.
         template_names: the variables that the chat template reads; None: they are unknown.
         eos_token_ids: the model's end-of-sequence ids.
         default_sampling: the temperature, top_k, top_p and min_p of requests that do not state
@@ -82,6 +85,7 @@ class Limits:
     max_prediction: int = 16
     capacity: int | None = None
     has_chat: bool = True
+    has_grammars: bool = True
     template_names: frozenset[str] | None = None
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: Sampling = Sampling(temperature=1.0)
@@ -98,8 +102,10 @@ class TextRequest:
         n: the number of texts for each prompt.
         max_tokens: the largest number of tokens of each text; None: as many as fit.
         seed: the seed; None: a random one.
-        params: the sampling parameters, except for ``max_tokens`` and ``seed``. Those that the
-            request leaves out are those of `Limits.default_sampling`.
+        params: the sampling parameters and the grammar, except for ``max_tokens`` and ``seed``.
+            Those that the request leaves out are those of `Limits.default_sampling`.
+        grammar_name: the parameter that states the grammar, such as "response_format"; "" if none
+            does.
         stop: stop strings. The text ends before the first of them.
         logprobs: the number of top log-probabilities per token; None: no log-probabilities.
         echo: whether the answer begins with the prompt.
@@ -129,6 +135,7 @@ class TextRequest:
     max_tokens: int | None = None
     seed: int | None = None
     params: SamplingParams = SamplingParams(temperature=1.0)
+    grammar_name: str = ""
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     echo: bool = False
@@ -254,6 +261,12 @@ class _TextFields(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     add_special_tokens: bool | None = None
     prediction: _Prediction | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool | None = None
@@ -312,13 +325,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_decoding_backend": ("",),
+    "guided_decoding_backend": ("", "auto", "guidance"),
     "guided_whitespace_pattern": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -710,12 +717,17 @@ def _request(
     # Negative seeds map to the largest ones: -1 to 2**63 - 1, -2 to 2**63 - 2, and so on.
     seed = None if fields.seed is None else fields.seed & (2**63 - 1)
     stop, stop_token_ids = _stop(fields.stop), _stop_token_ids(fields, limits)
+    grammar_name, grammar = read_grammar(
+        {name: getattr(fields, name) for name in GRAMMAR_PARAMETERS},
+        is_supported=limits.has_grammars,
+    )
     try:
         params = SamplingParams(
             **vars(_sampling(fields, limits)),
             max_new_tokens=LARGEST,
             min_new_tokens=min_tokens,
             eos_token_ids=stop_token_ids,
+            grammar=grammar,
         )
     except InputError as error:  # an error of the defaults, because stated values are within bounds
         raise RequestError(400, str(error)) from None
@@ -726,6 +738,7 @@ def _request(
         max_tokens=max_tokens,
         seed=seed,
         params=params,
+        grammar_name=grammar_name,
         stop=stop,
         prediction=_prediction(fields.prediction, limits),
         stream=stream,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from specjax.errors import LogitsError
+from specjax.errors import InputError, LogitsError
 from specjax.evaluation.metrics import Acceptance
 from specjax.serving.handle import EngineError, Handle, Piece
 from specjax.serving.http.errors import RequestError
@@ -123,6 +123,7 @@ class Answer:
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         handle, request = self.handles[index], self.request
         choice: dict[str, Any] = {"index": index, "finish_reason": handle.finish_reason}
+        choice |= self._completed(index)
         if request.logprobs is None:
             logprobs = []
         else:
@@ -191,9 +192,8 @@ class Answer:
         choice: dict[str, Any] = {"delta": {}} if self.request.is_chat else {"text": ""}
         # A stop string removes the tokens after it.
         self._streamed[index] = len(self.handles[index].tokens)
-        return self._chunk(
-            index, choice | {"logprobs": None, "finish_reason": self.handles[index].finish_reason}
-        )
+        choice |= {"logprobs": None, "finish_reason": self.handles[index].finish_reason}
+        return self._chunk(index, choice | self._completed(index))
 
     def total(self) -> dict[str, Any]:
         """Return the chunk with the usage, after all choices."""
@@ -212,6 +212,12 @@ class Answer:
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.request.is_chat else "text_completion"
+
+    def _completed(self, index: int) -> dict[str, bool | None]:
+        """Return whether a choice satisfies its grammar as a whole, if the request has one."""
+        if self.request.params.grammar is None:
+            return {}
+        return {"grammar_completed": self.handles[index].grammar_completed}
 
     # --- usage and acceptance ---------------------------------------------------------------------
 
@@ -369,9 +375,14 @@ def draining_error() -> RequestError:
     )
 
 
+def engine_status(error: EngineError) -> int:
+    """Return the status of an error of the engine: 400 where the request's grammar is the cause."""
+    return 400 if isinstance(error.__cause__, InputError) else 500
+
+
 def engine_message(error: EngineError) -> str:
     """Return the message for clients about an error of the engine."""
-    # The message of a LogitsError is in the error's own message already.
-    if error.__cause__ is None or isinstance(error.__cause__, LogitsError):
+    # The message of such a cause is in the error's own message already.
+    if error.__cause__ is None or isinstance(error.__cause__, LogitsError | InputError):
         return str(error)
     return f"{error}: {type(error.__cause__).__name__}"
