@@ -44,12 +44,6 @@ def legal_after(compiler, grammar, tokens) -> np.ndarray:
     return flags(words)
 
 
-def is_whole(compiler, grammar, tokens) -> bool:
-    """Return whether a fresh matcher that reads the tokens would accept the end."""
-    matcher = LLMatcher(compiler._tokenizer, grammar.source)
-    return (not tokens or matcher.consume_tokens(tokens)) and matcher.is_accepting()
-
-
 def random_walk(compiler, grammar, rng, length: int = 12) -> list[int]:
     """Return legal tokens, drawn at random, without the end."""
     tokens: list[int] = []
@@ -190,31 +184,51 @@ def test_a_stop_token_that_the_grammar_needs_stops_a_text(compiler) -> None:
     assert forced.is_stuck
 
 
-@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: type(grammar).__name__)
+@pytest.mark.parametrize(
+    "grammar",
+    [*GRAMMARS, specjax.After("ab", specjax.Regex("[a-f]{2,3}:"))],
+    ids=lambda grammar: type(grammar).__name__,
+)
 def test_the_legal_tokens_of_a_text_are_those_in_the_mask_of_their_position(
     compiler, grammar
 ) -> None:
     """Check texts with one token replaced, also by another tokenisation of forced bytes."""
-    rng = np.random.default_rng(0)
+    rng, compiled = np.random.default_rng(0), compiler.compile(grammar)
+
+    def after(tokens: list[int]) -> np.ndarray:
+        matcher = compiled.matcher((END,))
+        matcher.append(tokens)
+        return flags(matcher.mask())
+
     seen = set()
     for _ in range(60):
-        text = [*random_walk(compiler, grammar, rng), END, 0]
+        text: list[int] = []
+        while len(text) < 12 and (legal := np.flatnonzero(after(text)[:END])).size:
+            text.append(int(rng.choice(legal)))
+        length = len(text)
+        text += [END, 0]
         wrong = int(rng.integers(0, len(text)))
         text[wrong] = int(rng.integers(0, VOCABULARY))
-        start = int(rng.integers(0, min(wrong, len(text) - 2) + 1))
-        matcher = compiler.compile(grammar).matcher((END,))
-        matcher.append(text[:start])
+        start = int(rng.integers(0, min(wrong, length) + 1))
         expected = 0
         for position in range(start, len(text)):
-            legal = legal_after(compiler, grammar, text[:position])
-            legal[END] = is_whole(compiler, grammar, text[:position])
-            if not legal[text[position]]:
+            if not after(text[:position])[text[position]]:
                 break
             expected += 1
             if text[position] == END:
                 break
-        before = matcher.mask()
+        matcher = compiled.matcher((END,))
+        matcher.append(text[:start])
         assert matcher.count_legal(text[start:]) == expected
-        assert np.array_equal(matcher.mask(), before)
+        assert np.array_equal(flags(matcher.mask()), after(text[:start]))
         seen.add(expected)
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: type(grammar).__name__)
+def test_a_token_that_the_tokenizer_does_not_know_is_not_counted_as_legal(grammar) -> None:
+    compiled = GrammarCompiler(small_tokenizer(), 2 * VOCABULARY).compile(grammar)
+    mask = flags(compiled.matcher((END,)).mask(), 2 * VOCABULARY)
+    counts = [compiled.matcher((END,)).count_legal([token]) for token in range(2 * VOCABULARY)]
+    assert np.array_equal(mask, np.array(counts, bool))
+    assert not mask[VOCABULARY:].any()
