@@ -46,9 +46,7 @@ def simulate(choice: ConstrainedChoice, leaving: float, drafted_tokens: float, c
 
 def test_a_text_that_stays_legal_is_decoded_freely() -> None:
     chosen = simulate(choice_of(), leaving=0.0, drafted_tokens=3.0, calls=200)
-    assert chosen["free"] > 150
-    masked = chosen["drafted"] + chosen["host"]
-    assert masked * MASKED["drafted"] < 0.05 * chosen["free"] * 8 * SECONDS[1, 1]
+    assert chosen["free"] > 190
 
 
 def test_a_text_that_leaves_often_is_decoded_in_masked_steps() -> None:
@@ -60,6 +58,13 @@ def test_drafts_that_are_rejected_are_given_up() -> None:
     chosen = simulate(choice_of(), leaving=0.35, drafted_tokens=1.05, calls=1000)
     assert chosen["host"] > 900
     assert chosen["drafted"] >= 5  # tried again now and then
+
+
+def test_a_masked_step_does_not_look_faster_than_the_free_step_that_it_contains() -> None:
+    choice = choice_of()
+    for _ in range(3):
+        choice.record(Call("drafted"), 1, 0, SECONDS[1, 1] / 3)
+    assert choice.choose((1, 1), 1, forced=[0], leaving=[0.001], draft=1).kind == "free"
 
 
 def test_longer_calls_for_texts_that_leave_rarely() -> None:
