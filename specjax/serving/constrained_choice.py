@@ -28,7 +28,7 @@ LEAVING_MEMORY = 64
 _EXPECTED_LEAVING = 0.05
 """The assumed chance that a free token is not legal, before any is checked."""
 
-_BETTER = 1.02
+_BETTER = 1.05
 """The factor by which a kind must be faster to replace the current one."""
 
 _HOST_SECONDS = 0.001
