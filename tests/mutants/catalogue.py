@@ -413,7 +413,7 @@ CATALOGUE = (
         old="if self._matcher.try_consume_tokens([token]) != 1:\n    self._check()",
         new="if not self._matcher.try_consume_tokens([token, token]):\n    self._check()",
         tests=(
-            "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
+            "tests/grammars/test_matcher.py::test_a_committed_token_is_consumed_once",
         ),
         breaks="The matcher consumes a committed token twice where the grammar allows that.",
     ),
