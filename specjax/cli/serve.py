@@ -283,13 +283,11 @@ def has_grammars(config: ServeConfig, generator: pipeline.TextGenerator) -> bool
     """Return whether requests may have grammars.
 
     Raises:
-        InputError: they shall, by ``--grammars on``, and this model or mesh does not support it.
+        InputError: they shall, by ``--grammars on``, and this model does not support it.
     """
     if config.grammars == "off":
         return False
     try:
-        if spans_processes(generator.target.mesh):
-            raise InputError("a mesh that spans processes does not support them")
         generator.grammar_compiler  # noqa: B018 - it is built here, which refuses some tokenizers
     except InputError as error:
         if config.grammars == "on":

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -614,18 +613,17 @@ class EngineLoop:
         is_copying = index == self.device.copying
         is_forced = not is_copying and forced_is_longer(forced, len(snapshot), 1 + depth / 2)
         if is_forced or depth == 0:
-            drafting, draft = None, forced_draft(forced)
-            on_host = draft
+            drafting, changed = None, forced_draft(forced)
+            on_host = changed
         else:
-            drafting, draft = index, self.device.propose(index, table, to_retire, width)
-            on_host = jax.device_get(replace(draft, q=None))
+            drafting, changed = index, None
+            on_host = jax.device_get(self.device.propose(index, table, to_retire, width))
         if is_copying and any(forced):
             # A drafter that copies takes any draft, so that some rows can have forced text.
-            on_host = begin_with_forced(on_host, forced)
-            draft = self.device.with_tokens(draft, on_host)
+            on_host = changed = begin_with_forced(on_host, forced)
         vocab_size = self.device.target.config.vocab_size
         legal, _ = legal_tokens(matchers, on_host, vocab_size, give_up)
-        progress = self.device.advance(drafting, table, to_retire, draft, legal, width, logprobs)
+        progress = self.device.advance(drafting, table, to_retire, changed, legal, width, logprobs)
         self._deliver()  # the texts of the previous call, while the device works on this one
         return jax.device_get(progress)
 

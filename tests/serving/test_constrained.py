@@ -118,7 +118,7 @@ def test_programs_can_be_lowered_in_the_middle_of_a_masked_step() -> None:
     for program in programs:
         program.lower()
     legal, _ = legal_tokens([None] * 4, jax.device_get(draft), VOCABULARY)
-    progress = device.advance(device.copying, table, free, draft, legal, 4, False)
+    progress = device.advance(device.copying, table, free, None, legal, 4, False)
     assert progress.done.all() and len(programs) > 10
 
 
