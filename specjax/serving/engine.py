@@ -447,7 +447,7 @@ class Engine:
         """
         if self._config.grammars is None:
             raise InputError("grammar: this engine has no grammars; give Engine(grammars=True)")
-        return self._config.grammars.compile(grammar)
+        return self._config.grammars.compile(grammar, is_bounded=True)
 
     def _matcher(
         self, grammar: Grammar, settings: Mapping[str, Any], output: Sequence[int] = ()

@@ -18,6 +18,7 @@ import numpy as np
 from specjax.decoding import remote_drafts
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter
+from specjax.drafters.pausable import ROOM
 from specjax.drafts.draft import Draft
 from specjax.drafts.tree import chain_parents
 from specjax.models.transformer import Target
@@ -124,6 +125,17 @@ class CatchUp(msgspec.Struct, frozen=True, tag="CatchUp"):
     """A call of `EngineDevice.catch_up`."""
 
     table: HostArray
+    most: int = ROOM
+
+
+class CopyRows(msgspec.Struct, frozen=True, tag="CopyRows"):
+    """A call of `EngineDevice.copy_rows`. Each process keeps its newest copy."""
+
+
+class RestoreRows(msgspec.Struct, frozen=True, tag="RestoreRows"):
+    """A call of `EngineDevice.restore_rows` with the newest copy."""
+
+    mask: HostArray
 
 
 class Rearrange(msgspec.Struct, frozen=True, tag="Rearrange"):
@@ -132,7 +144,18 @@ class Rearrange(msgspec.Struct, frozen=True, tag="Rearrange"):
     order: HostArray
 
 
-Call = Admit | ReadCall | Verify | Decode | Propose | Advance | CatchUp | Rearrange
+Call = (
+    Admit
+    | ReadCall
+    | Verify
+    | Decode
+    | Propose
+    | Advance
+    | CopyRows
+    | RestoreRows
+    | CatchUp
+    | Rearrange
+)
 """A call of `specjax.serving.device.EngineDevice`, as it is sent to the other processes."""
 
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Call)
@@ -292,10 +315,23 @@ class LeadingDevice(EngineDevice):
         self._send(Advance(index, *arrays, width, logprobs))
         return super().advance(index, table, free, draft, legal, width, logprobs)
 
-    def catch_up(self, table: np.ndarray) -> None:
+    def copy_rows(self) -> Any:
+        """Send the call, and make it as `EngineDevice.copy_rows`."""
+        self._send(CopyRows())
+        return super().copy_rows()
+
+    def restore_rows(self, before: Any, mask: np.ndarray) -> None:
+        """Send the call, and make it as `EngineDevice.restore_rows`.
+
+        ``before`` must be the newest copy.
+        """
+        self._send(RestoreRows(HostArray.of(mask)))
+        super().restore_rows(before, mask)
+
+    def catch_up(self, table: np.ndarray, most: int = ROOM) -> None:
         """Send the call, and make it as `EngineDevice.catch_up`."""
-        self._send(CatchUp(HostArray.of(table)))
-        super().catch_up(table)
+        self._send(CatchUp(HostArray.of(table), most))
+        super().catch_up(table, most)
 
     def rearrange(self, order: np.ndarray) -> None:
         """Send the call, and make it as `EngineDevice.rearrange`."""
@@ -310,7 +346,7 @@ class LeadingDevice(EngineDevice):
 def repeat_calls(device: EngineDevice, processes: Processes) -> None:
     """Make the calls of the first process on the ``device`` of this one, until it sends no more."""
     prefix_states: dict[int, Any] = {}
-    reads = 0
+    reads, before = 0, None
     while (message := processes.receive()) is not None:
         match _DECODER.decode(message):
             case Admit(row, packed, start, prefix_state, group):
@@ -343,19 +379,29 @@ def repeat_calls(device: EngineDevice, processes: Processes) -> None:
                     index, table.array(), free.array(), steps, until_any_done, width, logprobs
                 )
                 device.wait()  # an error of this device is raised here, and not in a later call
-            case Propose(index, table, free, width):
-                device.propose(index, table.array(), free.array(), width)
-            case Advance(index, table, free, chain, legal, width, logprobs):
-                draft = None
-                if chain is not None:
-                    tokens, valid = (part.array() for part in chain)
-                    parents = chain_parents(tokens.shape[1])
-                    draft = Draft.of_tree(tokens, parents, valid=valid)  # pyright: ignore[reportArgumentType]
-                arrays = table.array(), free.array(), draft, legal.array()
-                device.advance(index, *arrays, width, logprobs)
-                device.wait()
-            case CatchUp(table):
-                device.catch_up(table.array())
+            case Propose() | Advance() as call:
+                _repeat_masked(device, call)
+            case CopyRows():
+                before = device.copy_rows()
+            case RestoreRows(mask):
+                device.restore_rows(before, mask.array())
+                before = None
+            case CatchUp(table, most):
+                device.catch_up(table.array(), most)
             case Rearrange(order):
                 device.rearrange(order.array())
     device.release()
+
+
+def _repeat_masked(device: EngineDevice, call: Propose | Advance) -> None:
+    """Make a call of a masked step."""
+    table, free = call.table.array(), call.free.array()
+    if isinstance(call, Propose):
+        device.propose(call.index, table, free, call.width)
+        return
+    draft = None
+    if call.chain is not None:
+        tokens, valid = (part.array() for part in call.chain)
+        draft = Draft.of_tree(tokens, chain_parents(tokens.shape[1]), valid=valid)  # pyright: ignore[reportArgumentType]
+    device.advance(call.index, table, free, draft, call.legal.array(), call.width, call.logprobs)
+    device.wait()  # as after `Decode`

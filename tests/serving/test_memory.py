@@ -8,6 +8,7 @@ import pytest
 
 from specjax import decoding
 from specjax.decoding import rows as device_rows
+from specjax.decoding.constrained_rows import copy_rows
 from specjax.drafters import Drafter, NoDraft, PromptLookup, Streaming
 from specjax.drafters.methods.draft_model import DraftModel
 from specjax.drafts.shapes import DynamicTree
@@ -140,6 +141,18 @@ def test_memory_for_less_than_a_text_is_refused() -> None:
         memory.pages_in((rows + 3.9 * page) / 1e9, target, None, **sizes)
     (enough,) = re.findall(r"give at least (\S+),", str(error.value))
     assert 4 <= memory.pages_in(float(enough), target, None, **sizes) <= 5
+
+
+def test_memory_of_grammars_is_that_of_a_copy_of_the_rows() -> None:
+    target, sizes = tiny_target(**HYBRID), {"rows": 2, "page": PAGE, "capacity": CAPACITY}
+    config = {"capacity": CAPACITY, "pages": 8, "page": PAGE}
+    state = device_rows.empty(target, NoDraft(), rows=2, **config)
+    copied = bytes_of(copy_rows(state).cache)
+    assert copied == 2 * memory.row_bytes(target, None, PAGE, CAPACITY)
+    for pages in (8, 40):
+        without = memory.pages_in(pages / 1e3, target, None, **sizes)
+        more = pages / 1e3 + copied / 1e9
+        assert memory.pages_in(more, target, None, **sizes, grammars=True) == without
 
 
 def test_memory_for_less_than_the_rows_is_refused() -> None:
