@@ -364,7 +364,7 @@ class EngineDevice:
             width = legal.shape[0]
         arguments = self._verify_arguments(table, width, rows, drafts)
         self.state, checked = remote_drafts.verify_rows(
-            *arguments, legal, depth=self._clients.depth
+            *arguments, legal=legal, depth=self._clients.depth
         )
         return sharding.everywhere(checked, self.target.mesh)
 
@@ -479,7 +479,7 @@ class EngineDevice:
         if index is not None:
             return self.drafters[index]
         is_plain = self.masked is None or self.paused is not None
-        return reader(self.drafters[self.plain if is_plain else self.masked])  # pyright: ignore[reportArgumentType]
+        return reader(self.drafters[self.plain if is_plain else self.masked])  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def copy_rows(self) -> Any:
         """Return a copy of all rows, by `specjax.decoding.constrained_rows.copy_rows`."""
@@ -595,7 +595,9 @@ class EngineDevice:
                 words = mask_words(self.target.config.vocab_size)
                 masks = np.zeros((width, self._clients.nodes, words), np.uint32)
                 legal = masks if is_masked else None
-                return remote_drafts.verify_rows.lower(*arguments, legal, depth=self._clients.depth)
+                return remote_drafts.verify_rows.lower(
+                    *arguments, legal=legal, depth=self._clients.depth
+                )
 
             return EngineProgram("verify_masked" if is_masked else "verify", (width,), stage, lower)
 
