@@ -8,6 +8,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from specjax.errors import InputError
+from specjax.grammars.notation import quoted, regex_terminal
 
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """The whitespace that JSON may have between its parts. Small models repeat unbounded whitespace."""
@@ -71,7 +72,10 @@ class Grammar:
         return f"{type(self).__name__}({start!r})"
 
     def _set_source(self, **grammar: str | Mapping[str, Any]) -> None:
-        object.__setattr__(self, "source", json.dumps({"grammars": [grammar]}))
+        self._write(json.dumps({"grammars": [grammar]}))
+
+    def _write(self, source: str) -> None:
+        object.__setattr__(self, "source", source)
 
 
 def check_grammar(grammar: Any) -> None:
@@ -151,15 +155,7 @@ class Regex(Grammar):
         """
         if not isinstance(pattern, str):
             raise InputError(f"pattern={pattern!r}: give a regular expression as a string")
-        # A slash would end the pattern in Lark's notation, and so would a line break.
-        replacements = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-        escaped = re.sub(
-            r"\\.|/|\n",
-            lambda match: replacements.get(match[0], match[0]),
-            pattern,
-            flags=re.DOTALL,
-        )
-        self._set_source(lark_grammar=f"start: /{escaped}/" if pattern else 'start: ""')
+        self._set_source(lark_grammar=f"start: {regex_terminal(pattern)}")
 
 
 class Choice(Grammar):
@@ -181,7 +177,7 @@ class Choice(Grammar):
         if not is_list or not words or not all(isinstance(word, str) and word for word in words):
             raise InputError(f"words={words!r}: give a list of strings, none of them empty")
         # As one terminal, whose automaton takes the same time for any number of words.
-        alternatives = " | ".join(json.dumps(word) for word in words)
+        alternatives = " | ".join(map(quoted, words))
         self._set_source(lark_grammar=f"start: WORD\nWORD: {alternatives}")
 
 
