@@ -138,11 +138,11 @@ def _fork(tokenizer: Any, source: str, settings: Mapping[str, Any]) -> tuple[int
         for fd in (reads, 0, 1):
             os.close(fd)
         _limit_this_process(settings)
-        before = _memory()[1]
+        before = _kilobytes("RssAnon")
         matcher = compile_source(tokenizer, source, settings["limits"])
         error = first_line(matcher.get_error()) if matcher.is_error() else ""
         kept = settings["megabytes"] / KEPT
-        if not error and _memory()[1] - before > kept * 1e6:
+        if not error and _kilobytes("RssAnon") - before > kept * 1e3:
             error = f"it takes more than {kept:g} MB once it is compiled; simplify it"
         if not error:
             _walk(tokenizer, matcher)
@@ -156,7 +156,7 @@ def _fork(tokenizer: Any, source: str, settings: Mapping[str, Any]) -> tuple[int
 def _limit_this_process(settings: Mapping[str, Any]) -> None:
     """Let the system end this process at its bounds, and with its parent."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    memory = _memory()[0] + int(settings["megabytes"] * 1e6)
+    memory = 1024 * _kilobytes("VmSize") + int(settings["megabytes"] * 1e6)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The server compiles and reads in threads. What passes here has room to spare there.
@@ -166,11 +166,9 @@ def _limit_this_process(settings: Mapping[str, Any]) -> None:
     signal.setitimer(signal.ITIMER_REAL, settings["seconds"] * WALL_FACTOR)
 
 
-def _memory() -> tuple[int, int]:
-    """Return the size of this process's memory, and of the part that is resident, in bytes."""
-    pages = Path("/proc/self/statm").read_text().split()[:2]
-    size, resident = (int(count) * resource.getpagesize() for count in pages)
-    return size, resident
+def _kilobytes(name: str) -> int:
+    """Return a number that the system has of this process's memory, such as "VmSize"."""
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
 
 
 def _walk(tokenizer: Any, matcher: Any) -> None:
