@@ -361,7 +361,7 @@ def check_numbers(config: ServeConfig) -> None:
     """
     minimums: dict[str, float] = {"rows": 1, "max_connections": 1, "reader_seconds": 1}
     minimums |= {"grammar_characters": 1, "grammar_depth": 1}
-    minimums |= {"grammar_megabytes": 1, "grammar_seconds": 0.1}
+    minimums |= {"grammar_megabytes": 32, "grammar_seconds": 0.1}
     for option in fields(config):
         value = getattr(config, option.name)
         if isinstance(value, int | float) and not minimums.get(option.name, 0) <= value < math.inf:
