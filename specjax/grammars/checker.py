@@ -292,6 +292,7 @@ class _Process:
 
     def end(self) -> None:
         """Kill the process."""
+        self.has_ended = True
         self._process.kill()
 
     def _send(self, line: bytes) -> None:
