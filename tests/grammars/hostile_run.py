@@ -149,7 +149,9 @@ def make_engine(tokenizer: Any) -> Engine:
     return Engine(target, drafter, grammars=True, rows=4, capacity=96, tokenizer=tokenizer)
 
 
-def run_all(engine: Engine, grammars: Sequence[tuple[str, Grammar]], *, at_a_time: int = 2) -> Texts:
+def run_all(
+    engine: Engine, grammars: Sequence[tuple[str, Grammar]], *, at_a_time: int = 2
+) -> Texts:
     """Generate a text with each grammar, some at a time, beside a free text."""
     texts, is_over = Texts(), threading.Event()
     process = psutil.Process()
