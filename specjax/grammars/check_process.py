@@ -84,8 +84,24 @@ def compile_source(tokenizer: Any, source: str, limits: Mapping[str, Any] | None
 
 
 def first_line(error: str) -> str:
-    """Return the first line of an error of llguidance."""
-    return error.strip().splitlines()[0] if error.strip() else "llguidance refuses it"
+    """Return what an error of llguidance says, in one line."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    if not lines:
+        return "llguidance refuses it"
+    # The errors of a regular expression say why further down.
+    causes = [line for line in lines[1:] if line.startswith("error: ")]
+    text = " ".join([lines[0], *causes[:1]])
+    for theirs, ours in _PLAIN.items():
+        text = text.replace(theirs, ours)
+    return text
+
+
+_PLAIN = {
+    "NoExtensionBias": "no text satisfies it",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with"
+    " anyOf": "oneOf is supported only where a type or a constant tells its parts apart; use anyOf",
+}
+"""Errors of llguidance, and what they mean for users."""
 
 
 def default_stack() -> int:
