@@ -206,8 +206,8 @@ def _text(choice: Choice, number: int, row: int) -> Text:
     if choice["execution"] == "prefix sharing":
         shared = np.random.default_rng(number).integers(0, vocabulary.size, SHARED)
         prompt = [*shared.tolist(), *prompt]
-    others = [vocabulary.end_id, *rng.integers(0, vocabulary.size, 2).tolist()]
-    ends = {"tokenizer's": [vocabulary.end_id], "none": [], "others": others}
+    several = [vocabulary.end_id, *rng.integers(0, vocabulary.size, 2).tolist()]
+    ends = {"tokenizer's": [vocabulary.end_id], "none": [], "others": several}
     temperature = float(choice["temperature"])
     return Text(
         prompt=prompt,
@@ -338,9 +338,9 @@ def _problem(choice: Choice, text: Text, completed: bool, tokenizer: str) -> str
         return f"grammar_completed is {completed}"
     ended = [token for token in text.output if token not in text.stop_ids]
     if completed and len(text.output) < text.length:
-        written = compiler._tokenizer.decode_bytes(ended).decode()
-        if not _grammar(choice).accepts(written):
-            return f"{written!r} does not satisfy {_grammar(choice).source}"
+        decoded = compiler._tokenizer.decode_bytes(ended).decode()
+        if not _grammar(choice).accepts(decoded):
+            return f"{decoded!r} does not satisfy {_grammar(choice).source}"
     return None
 
 
@@ -355,7 +355,7 @@ def summary(results: Sequence[Mapping[str, Any]], with_table: bool = False) -> s
     impossible = impossible_pairs()
     missing = [pair for pair in _possible_pairs(impossible) if not counts[pair]]
     compared = [row for row in rows if row["compared"]]
-    found = [
+    deviations = [
         (row, it, it["slack"] <= result["rounding"])
         for result in results
         for row in result["rows"]
@@ -368,8 +368,8 @@ def summary(results: Sequence[Mapping[str, Any]], with_table: bool = False) -> s
         " each token of which must be possible",
         f"{sum(row['completed'] for row in rows)} texts are complete",
         f"{len({(row['choice']['grammar'], row['choice']['number']) for row in rows})} grammars",
-        f"{len(found)} deviations, of which rounding explains"
-        f" {sum(is_explained for *_, is_explained in found)}",
+        f"{len(deviations)} deviations, of which rounding explains"
+        f" {sum(is_explained for *_, is_explained in deviations)}",
         f"{sum(row['problem'] is not None for row in rows)} texts with another problem",
         f"{len(_possible_pairs(impossible)) - len(missing)} of {len(_possible_pairs(impossible))}"
         f" pairs of settings occur; {len(impossible)} are refused by name",
@@ -377,7 +377,7 @@ def summary(results: Sequence[Mapping[str, Any]], with_table: bool = False) -> s
     lines += [f"  missing: {pair}" for pair in missing[:5]]
     lines += [
         f"  {'rounding' if is_explained else 'deviation'}: {row['choice']} {it}"
-        for row, it, is_explained in found
+        for row, it, is_explained in deviations
     ]
     lines += [f"  problem: {row['choice']} {row['problem']}" for row in rows if row["problem"]]
     lines += [f"  error: {result['error']}" for result in results if result.get("error")]
@@ -433,8 +433,8 @@ def main() -> int:
     results = []
     if arguments.file.exists():
         results = [json.loads(line) for line in arguments.file.read_text().splitlines()]
-    made = {result["number"] for result in results}
-    todo = [it for it in order(arguments.texts) if it not in made and not arguments.report]
+    finished = {result["number"] for result in results}
+    todo = [it for it in order(arguments.texts) if it not in finished and not arguments.report]
     for index, number in enumerate(todo):
         if time.perf_counter() - start > arguments.seconds:
             break
