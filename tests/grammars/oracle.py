@@ -53,7 +53,7 @@ class Oracle:
 
     Args:
         target: the target.
-        compiler: the compiler, of which only llguidance's tokenizer is used.
+        compiler: the compiler, of which llguidance's tokenizer and the grammar's source are used.
         grammar: the grammar.
         stop_ids: the tokens that end the text.
         setting: sampling parameters by name, as `specjax.Sampling` takes them.
@@ -69,7 +69,7 @@ class Oracle:
     ) -> None:
         self._forward, self._vocab = jax.jit(target.forward), target.config.vocab_size
         self._tokenizer = compiler._tokenizer
-        self._start = LLMatcher(self._tokenizer, grammar.source)
+        self._start = LLMatcher(self._tokenizer, compiler.source(grammar))
         self._stop_ids, self._setting = list(stop_ids), setting
 
     def legal(self, output: Sequence[int]) -> np.ndarray:
