@@ -350,8 +350,8 @@ CATALOGUE = (
     Mutant(
         name="mask-of-a-node-is-its-parents",
         file="specjax/grammars/matcher.py",
-        old="masks[node] = self.mask()",
-        new="masks[max(parents[node], 0)] = self.mask()",
+        old="self._write_mask(masks[node])",
+        new="self._write_mask(masks[max(parents[node], 0)])",
         tests=(
             "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
         ),
@@ -360,8 +360,8 @@ CATALOGUE = (
     Mutant(
         name="mask-of-a-node-is-the-next-ones",
         file="specjax/grammars/matcher.py",
-        old="masks[node] = self.mask()",
-        new="masks[min(node + 1, count - 1)] = self.mask()",
+        old="self._write_mask(masks[node])",
+        new="self._write_mask(masks[min(node + 1, count - 1)])",
         tests=(
             "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
         ),
@@ -410,8 +410,8 @@ CATALOGUE = (
     Mutant(
         name="a-text-may-end-anywhere",
         file="specjax/grammars/matcher.py",
-        old="return bits | self._stops if self.is_complete else bits",
-        new="return bits | self._stops",
+        old="if self._stops and self.is_complete:",
+        new="if self._stops:",
         tests=(
             "tests/grammars/test_matcher.py::test_a_texts_own_stop_tokens_are_legal_where_it_may_end",
         ),
