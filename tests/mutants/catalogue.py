@@ -350,8 +350,8 @@ CATALOGUE = (
     Mutant(
         name="mask-of-a-node-is-its-parents",
         file="specjax/grammars/matcher.py",
-        old="masks[node] = self.mask()",
-        new="masks[max(parents[node], 0)] = self.mask()",
+        old="self._write_mask(masks[node])",
+        new="self._write_mask(masks[max(parents[node], 0)])",
         tests=(
             "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
         ),
@@ -360,8 +360,8 @@ CATALOGUE = (
     Mutant(
         name="mask-of-a-node-is-the-next-ones",
         file="specjax/grammars/matcher.py",
-        old="masks[node] = self.mask()",
-        new="masks[min(node + 1, count - 1)] = self.mask()",
+        old="self._write_mask(masks[node])",
+        new="self._write_mask(masks[min(node + 1, count - 1)])",
         tests=(
             "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
         ),
@@ -390,8 +390,8 @@ CATALOGUE = (
     Mutant(
         name="a-matcher-advances-twice-over-a-token",
         file="specjax/grammars/matcher.py",
-        old='if self._matcher.try_consume_tokens([token]) != 1:\n    raise RuntimeError(f"token {token} is not legal; {self._matcher.get_error()}")',
-        new='if not self._matcher.try_consume_tokens([token, token]):\n    raise RuntimeError(f"token {token} is not legal; {self._matcher.get_error()}")',
+        old="if self._matcher.try_consume_tokens([token]) != 1:\n    self._check()",
+        new="if not self._matcher.try_consume_tokens([token, token]):\n    self._check()",
         tests=(
             "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
         ),
@@ -410,8 +410,8 @@ CATALOGUE = (
     Mutant(
         name="a-text-may-end-anywhere",
         file="specjax/grammars/matcher.py",
-        old="return bits | self._stops if self.is_complete else bits",
-        new="return bits | self._stops",
+        old="if self._stops and self.is_complete:",
+        new="if self._stops:",
         tests=(
             "tests/grammars/test_matcher.py::test_a_texts_own_stop_tokens_are_legal_where_it_may_end",
         ),
