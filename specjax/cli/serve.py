@@ -266,6 +266,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         drafter = with_told(drafter, config.told)
     page, pages = config.page or memory.usual_page(), None
     sizes = {"rows": config.rows, "page": page, "chunk": config.chunk or None}
+    sizes["grammars"] = grammars = has_grammars(config, generator)
     capacity, reason = choose_capacity(config, generator, sizes)
     if config.cache_gb:
         pages = memory.pages_in(
@@ -282,7 +283,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         "max_waiting": config.max_queue,
         "max_logprobs": config.max_logprobs,
         "max_prediction": config.max_prediction,
-        "grammars": has_grammars(config, generator),
+        "grammars": grammars,
         "clients": ClientDrafts(drafter) if takes_drafts else None,
         "client_rows": config.client_rows or None,
         "warm": config.warm,

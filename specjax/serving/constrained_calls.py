@@ -233,7 +233,7 @@ class ConstrainedCalls:
         Returns:
             ``[rows]`` bool, the rows that were put back. Their progress has no meaning.
         """
-        has_left = np.zeros(len(progress.lengths), bool)
+        started, has_left = time.perf_counter(), np.zeros(len(progress.lengths), bool)
         counts = progress.lengths - progress.starts
         self.counts.free_calls += 1
         for row, (request, handle) in snapshot.items():
@@ -252,4 +252,5 @@ class ConstrainedCalls:
         if has_left.any():
             self._device.restore_rows(before, has_left)
             self.counts.restored_rows += int(has_left.sum())
+        self._choice.record_free(time.perf_counter() - started)
         return has_left

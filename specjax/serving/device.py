@@ -478,8 +478,9 @@ class EngineDevice:
         """
         if index is not None:
             return self.drafters[index]
-        is_plain = self.masked is None or self.paused is not None
-        return reader(self.drafters[self.plain if is_plain else self.masked])  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if self.masked is None or self.paused is not None:
+            return reader(self.drafters[self.plain])
+        return reader(self.drafters[self.masked])
 
     def copy_rows(self) -> Any:
         """Return a copy of all rows, by `specjax.decoding.constrained_rows.copy_rows`."""

@@ -378,6 +378,26 @@ CATALOGUE = (
         breaks="A drafted token is legal wherever the grammar accepts it, also if forced text has another canonical token.",
     ),
     Mutant(
+        name="every-tokenization-is-legal-in-a-free-call",
+        file="specjax/grammars/matcher.py",
+        old="if (self._validates or self._matcher.compute_ff_bytes()) and not self._allows(token):",
+        new="if self._validates and not self._allows(token):",
+        tests=(
+            "tests/grammars/test_matcher.py::test_forced_bytes_count_as_legal_in_their_canonical_tokens_alone[Choice]",
+        ),
+        breaks="A text in a call without masks may have forced text in other tokens than the canonical ones.",
+    ),
+    Mutant(
+        name="rows-that-left-their-grammar-do-not-go-back",
+        file="specjax/serving/constrained_calls.py",
+        old="self._device.restore_rows(before, has_left)",
+        new="pass",
+        tests=(
+            "tests/serving/test_free_calls.py::test_every_text_is_the_oracles[free-chain-plain]",
+        ),
+        breaks="A row whose text left its grammar in a call without masks keeps the state after that call.",
+    ),
+    Mutant(
         name="siblings-masked-as-a-chain",
         file="specjax/grammars/matcher.py",
         old="children[parents[node]].append(node)",
