@@ -412,9 +412,7 @@ CATALOGUE = (
         file="specjax/grammars/matcher.py",
         old="if self._matcher.try_consume_tokens([token]) != 1:\n    self._check()",
         new="if not self._matcher.try_consume_tokens([token, token]):\n    self._check()",
-        tests=(
-            "tests/grammars/test_matcher.py::test_a_committed_token_is_consumed_once",
-        ),
+        tests=("tests/grammars/test_matcher.py::test_a_committed_token_is_consumed_once",),
         breaks="The matcher consumes a committed token twice where the grammar allows that.",
     ),
     Mutant(
