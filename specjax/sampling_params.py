@@ -63,7 +63,7 @@ class SamplingParams(Sampling):
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None
-    logit_bias: Any = None
+    logit_bias: Any = ()
     allowed_token_ids: Any = None
     bad_words: Any = ()
 

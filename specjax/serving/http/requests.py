@@ -617,10 +617,12 @@ def _range(bounds: Meta, value: Any) -> str:
         return (
             f"it has {len(value)} characters; give from {bounds.min_length} to {bounds.max_length}"
         )
+    if bounds.description:
+        return f"must be {bounds.description}"
     minimum, maximum = (
         str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (bounds.ge, bounds.le)
     )
-    return f"must be {bounds.description or f'from {minimum} to {maximum}'}"
+    return f"must be from {minimum} to {maximum}"
 
 
 def _decode(raw: msgspec.Raw, kind: Any) -> Any:
