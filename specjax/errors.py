@@ -98,6 +98,22 @@ class GrammarError(InputError):
         )
 
 
+class GrammarLimitError(InputError):
+    """A text whose grammar has become too complex, so that each mask takes long.
+
+    Examples:
+        >>> from specjax.errors import GrammarLimitError
+        >>> print(GrammarLimitError("too many items"))
+        grammar: the text cannot go on, as its masks take too long (too many items); make the ...
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"grammar: the text cannot go on, as its masks take too long ({reason}); make the"
+            " grammar simpler and less ambiguous"
+        )
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return "; did you mean X?" with the name closest to ``word``; "" if no name is close.
 

@@ -56,7 +56,12 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
         }
         drafts = (None if generator.drafter is None else generator.drafter.draft_shape,)
         self._engine = Engine(
-            generator, rows=rows, drafts=drafts, widths=(rows,), capacity=capacity
+            generator,
+            rows=rows,
+            drafts=drafts,
+            widths=(rows,),
+            capacity=capacity,
+            grammars=params.grammar is not None,
         )
         self.capacity = self._engine.capacity
 

@@ -15,13 +15,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from matplotlib.patches import FancyBboxPatch
 
 import specjax
 from benchmarks import arrivals_tables, client_server_tables, serving_tables
 from benchmarks import long_context as benchmark
+from specjax import decoding
 from specjax.assets import embedded
+from specjax.decoding.constrained import advance_under_masks
+from specjax.decoding.options import GenerationOptions
+from specjax.grammars import GrammarCompiler
 from specjax.reports import pictures, style
 from specjax.reports.snapshot import take_snapshot
 from specjax.text import encode, load_tokenizer
@@ -222,6 +227,85 @@ def draft_tree() -> "Figure":
     return _tree().draw(_pair()[2])
 
 
+@cache
+def _masked_tree() -> dict[str, Any]:
+    """Return a masked step with a dynamic tree, in the middle of a JSON object."""
+    target, draft, tokenizer = _pair()
+    drafter = specjax.DraftModel(draft, draft=specjax.DynamicTree(top_k=3, depth=4, nodes=12))
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "args": {"type": "array", "items": {"type": "string"}},
+            "line": {"type": "integer"},
+        },
+        "required": ["name", "args", "line"],
+        "additionalProperties": False,
+    }
+    compiler = GrammarCompiler(tokenizer, target.config.vocab_size)
+    grammar = compiler.compile(specjax.JsonSchema(schema))
+    options = GenerationOptions(max_new_tokens=32, grammar=grammar)
+    prompt = encode(tokenizer, "def walk(self, node):\n    return ")
+    _, state = decoding.start(target, drafter, [prompt], options=options)
+    matcher, step = grammar.matcher(target.config.eos_token_ids), {}
+    for _ in range(3):
+        draft_of_step, state = jax.jit(decoding.propose_step)(target, drafter, state)
+        on_host = jax.device_get(draft_of_step)
+        tokens = on_host.tokens[0]
+        parents = np.broadcast_to(on_host.parents, on_host.tokens.shape)[0]
+        valid = np.append(True, on_host.drafted[0])
+        masks, _ = matcher.masks(tokens.tolist(), parents.tolist(), valid.tolist())
+        length = int(state.lengths[0])
+        state, info = jax.jit(advance_under_masks)(
+            target, drafter, state, draft_of_step, np.array([masks])
+        )
+        path = info.path[0, : info.emitted[0]].tolist()
+        step = {
+            "text": tokenizer.decode(state.tokens[0, len(prompt) : length]),
+            "tokens": tokens,
+            "parents": parents,
+            "valid": valid,
+            "masks": masks,
+            "path": path,
+            "bonus": int(state.roots[0]),
+        }
+        matcher.append(state.tokens[0, length : state.lengths[0]].tolist())
+    return step
+
+
+def masked_tree() -> "Figure":
+    """Draw a draft tree under a grammar: the size of each mask, and what is not legal."""
+    step, tokenizer = _masked_tree(), _pair()[2]
+    tokens, parents, masks = step["tokens"], step["parents"], step["masks"]
+    sizes = np.unpackbits(masks.view(np.uint8), axis=1).sum(axis=1)
+    illegal: set[int] = set()
+    reached = {0}
+    for node in range(1, len(tokens)):
+        above, token = int(parents[node]), int(tokens[node])
+        if above not in reached:
+            continue
+        is_legal = masks[above][token // 32] >> np.uint32(token % 32) & 1
+        (reached if is_legal else illegal).add(node)
+    notes = [
+        f"{sizes[node]:,} legal"
+        if node in reached
+        else "not legal"
+        if node in illegal
+        else "not reached"
+        for node in range(len(tokens))
+    ]
+    return pictures.draw_draft(
+        parents,
+        step["path"],
+        [_visible(tokenizer.decode([token])) for token in tokens],
+        _visible(tokenizer.decode([step["bonus"]])),
+        step["valid"],
+        notes=notes,
+        illegal=illegal,
+        title=f"the text so far: {_visible(step['text'])}",
+    )
+
+
 def long_context() -> "Figure":
     """Draw the speed-up by rows and context, from `benchmarks/results/long_context.json`."""
     return benchmark.picture(
@@ -273,6 +357,7 @@ PICTURES: dict[str, Callable[[], "Figure"]] = {
     "client_server_cut": client_server_cut,
     "how_it_works": how_it_works,
     "draft_tree": draft_tree,
+    "masked_tree": masked_tree,
     "long_context": long_context,
 }
 

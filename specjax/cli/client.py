@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from specjax.cli.grammars import read_grammar
 from specjax.client import CommittedEvent, Patience, ProvisionalEvent, TextEvent, TextReport
 from specjax.client.exchange import ServerRefusedError
 from specjax.client.link import LinkRefusedError
@@ -48,6 +49,10 @@ class ClientConfig:
         seed: random seed.
         ignore_eos: continue after an end-of-sequence token.
         stop: stop strings; the text ends before the first of them.
+        json_schema: file with a JSON schema; the text is JSON that the schema accepts. The server
+            must allow grammars.
+        regex: regular expression that the whole text matches.
+        choice: the text is one of these.
         draft: shape of the drafts, as for generate; their depth adapts to the network. The default
             is the drafter's own shape.
         told: what the server sends for each token with Mixture of Attentions, summaries or entries;
@@ -83,6 +88,9 @@ class ClientConfig:
     seed: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
+    json_schema: str = ""
+    regex: str = ""
+    choice: tuple[str, ...] = ()
     draft: str = ""
     told: Literal["", "summaries", "entries"] = ""
     sent_as: Literal["float32", "float16", "int8"] = "float16"
@@ -112,6 +120,7 @@ def run_client(config: ClientConfig) -> int:
         if not getattr(config, name) > 0:
             raise InputError(f"{name}={getattr(config, name)}: must be more than 0")
     check_is_chat(config.chat, config.chat_template, config.chat_template_kwargs)
+    grammar = read_grammar(config.json_schema, config.regex, config.choice)
     private = read_lines("private", config.private)
     key = read_lines("api_key_file", config.api_key_file)
     connection = client.connect(
@@ -141,6 +150,7 @@ def run_client(config: ClientConfig) -> int:
         seed=config.seed,
         eos_token_ids=() if config.ignore_eos else None,
         stop=config.stop,
+        grammar=grammar,
         private=private,
         journal=config.journal or None,
         is_offline=config.offline,
@@ -194,6 +204,8 @@ def read_lines(name: str, path: str) -> tuple[str, ...]:
 def as_json(report: TextReport) -> dict[str, Any]:
     """Return what ``--json`` prints, the committed text first."""
     fields = asdict(report)
+    if report.grammar_completed is None:
+        del fields["grammar_completed"]
     fields["tokens_a_round"] = round(report.tokens_a_round, 3)
     fields["round_trips"] = [round(seconds, 4) for seconds in report.round_trips]
     fields["seconds"] = round(report.seconds, 3)

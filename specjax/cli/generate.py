@@ -261,8 +261,11 @@ def _settle_drafter(
     if drafter is None:
         return None
     tokens, lengths = text.pad(ids)
-    # Drafts are compared on free text: the measurements do not run masked steps.
-    options = replace(options, grammar=None)
+    if options.grammar is not None:
+        # The measurements do not run masked steps. The rule is the one of constrained texts.
+        options = replace(options, grammar=None, rule=options.rule or "coupled")
+        if config.draft == "auto" or config.only_if_faster or config.show_tree:
+            print("measurements and pictures are of text without the grammar", file=sys.stderr)
     if config.draft == "auto":
         drafter, best = fastest_drafter(target, drafter, tokens, lengths, options=options)
         budget = f", budget {drafter.budget}" if isinstance(drafter, CompressedCache) else ""

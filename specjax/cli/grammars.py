@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specjax.errors import InputError
-from specjax.grammars import Choice, Grammar, JsonSchema, Regex
+from specjax.grammars import Choice, Grammar, GrammarCompiler, JsonSchema, Regex
 
 
 def read_grammar(json_schema: str, regex: str, choice: Sequence[str]) -> Grammar | None:
     """Return the grammar of the options; None if there is none.
+
+    It is compiled once for a vocabulary of single bytes, so that a grammar with a part that is not
+    supported is refused before a model is loaded.
 
     Args:
         json_schema: a file with a JSON schema; "" for none.
@@ -16,7 +19,7 @@ def read_grammar(json_schema: str, regex: str, choice: Sequence[str]) -> Grammar
         choice: texts to choose from; empty for none.
 
     Raises:
-        InputError: more than one option is given, or one cannot be used.
+        InputError: more than one option is given, or one cannot be used. The message names it.
 
     Examples:
         >>> from specjax.cli.grammars import read_grammar
@@ -27,11 +30,21 @@ def read_grammar(json_schema: str, regex: str, choice: Sequence[str]) -> Grammar
     stated = [name for name, value in options.items() if value]
     if len(stated) > 1:
         raise InputError(f"{stated[1]}: {stated[0]} constrains the text already; give one of them")
+    if not stated:
+        return None
     if json_schema:
         try:
-            return JsonSchema(Path(json_schema).read_text())
+            grammar = JsonSchema(Path(json_schema).read_text())
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"json_schema={json_schema!r}: cannot be read: {error}") from None
-    if regex:
-        return Regex(regex)
-    return Choice(list(choice)) if choice else None
+        except InputError as error:
+            raise InputError(f"json_schema={json_schema!r}: {error}") from None
+    else:
+        grammar = Regex(regex) if regex else Choice(list(choice))
+    # The byte 255 is not a part of any UTF-8 text, so its token can be the one that ends a text.
+    compiler = GrammarCompiler.of_tokens([bytes([byte]) for byte in range(255)] + [b""], end_id=255)
+    try:
+        compiler.compile(grammar)
+    except InputError as error:
+        raise InputError(f"{stated[0]}={options[stated[0]]!r}: {error}") from None
+    return grammar

@@ -4,6 +4,7 @@ A drafter has to predict the target's text, so it learns more from the target's 
 from those of other authors.
 """
 
+import hashlib
 import json
 import os
 from collections import Counter, deque
@@ -15,9 +16,11 @@ from typing import Any
 
 from specjax import pipeline
 from specjax.cli import shards
+from specjax.cli.grammars import read_grammar
 from specjax.config import differences, dump_yaml, load_yaml
 from specjax.errors import InputError, check_minimum
 from specjax.files import FullDiskError, is_full_disk, write_text
+from specjax.grammars import Grammar
 from specjax.progress import waiting
 from specjax.regeneration import AnswerWriter, positions_of
 from specjax.sampling_params import SamplingParams
@@ -80,6 +83,10 @@ class RegenerateConfig:
             false}'.
         stop: stop strings of answers in conversations. Use one for the end of a turn if the model
             has no token for it.
+        json_schema: file with a JSON schema; every answer is JSON that the schema accepts. The
+            fingerprint of its content is stored with the options.
+        regex: regular expression that every answer matches as a whole.
+        choice: every answer is one of these.
         mesh: number of devices of each mesh axis, data and model.
     """
 
@@ -101,6 +108,9 @@ class RegenerateConfig:
     chat_template: str = ""
     chat_template_kwargs: str = ""
     stop: tuple[str, ...] = ()
+    json_schema: str = ""
+    regex: str = ""
+    choice: tuple[str, ...] = ()
     mesh: tuple[int, int] = (1, 1)
 
 
@@ -108,7 +118,7 @@ def run_regenerate(config: RegenerateConfig) -> int:
     """Run ``specjax regenerate``."""
     if config.missing:
         return _say_missing(config)
-    _check(config)
+    grammar = _check(config)
     shard, output = None, Path(config.output)
     if config.shard:
         shard = shards.find_shard(config.shard)
@@ -131,14 +141,14 @@ def run_regenerate(config: RegenerateConfig) -> int:
         chat_template_kwargs=config.chat_template_kwargs,
         generation_config=None,
     )
-    claim = _claim(config, generator)
+    claim = _claim(config, generator, grammar)
     _refuse_other_model(output, config, claim)
     num_written = 0
     left_out: Counter[str] = Counter()
     cut: Counter[str] = Counter()
     with (
         _answer_writer(
-            generator, config, any(copy.document.messages is not None for copy in copies)
+            generator, config, grammar, any(copy.document.messages is not None for copy in copies)
         ) as writer,
         waiting(f"writing {output.name}", len(copies), len(done)) as wait,
     ):
@@ -164,8 +174,8 @@ def run_regenerate(config: RegenerateConfig) -> int:
     return 0
 
 
-def _check(config: RegenerateConfig) -> None:
-    """Refuse invalid options before anything is read."""
+def _check(config: RegenerateConfig) -> Grammar | None:
+    """Refuse invalid options before any model or data is read, and return the grammar."""
     check_minimum(1, config, ("batch", "copies", "prompt_tokens", "max_new_tokens"))
     if (
         not config.source
@@ -179,6 +189,7 @@ def _check(config: RegenerateConfig) -> None:
     if config.limit < 0:
         raise InputError(f"limit={config.limit}: must be at least 0; 0 is all")
     check_stop(config.stop)
+    return read_grammar(config.json_schema, config.regex, config.choice)
 
 
 def _say_missing(config: RegenerateConfig) -> int:
@@ -284,23 +295,37 @@ def _refuse_foreign(output: Path, config: RegenerateConfig) -> None:
         )
 
 
-def _claim(config: RegenerateConfig, generator: pipeline.TextGenerator) -> str:
+def _claim(
+    config: RegenerateConfig, generator: pipeline.TextGenerator, grammar: Grammar | None
+) -> str:
     """Return the note beside the output: the fingerprints of the models, and the options."""
+    of_grammar = ""
+    if grammar is not None:
+        digest = hashlib.sha256(grammar.source.encode()).hexdigest()[:32]
+        of_grammar = f"# with the grammar of the fingerprint {digest}\n"
     return (
         f"{NOTE}{fingerprint.of_target(generator.target)}\n# with the tokenizer and the chat"
         " template of the fingerprint"
-        f" {fingerprint.of_tokenizer(generator.tokenizer)}\n{dump_yaml(config)}"
+        f" {fingerprint.of_tokenizer(generator.tokenizer)}\n{of_grammar}{dump_yaml(config)}"
     )
 
 
 def _refuse_other_model(output: Path, config: RegenerateConfig, claim: str) -> None:
-    """Check that the output was written by the same target with the same tokenizer.
+    """Check that the output was written by the same target, tokenizer and grammar.
 
     Their fingerprints are compared, not their paths.
     """
     if not _is_begun(output):
         return
-    noted, expected = shards.beside(output).read_text().splitlines(), claim.splitlines()
+    noted, expected = (
+        [line for line in note.splitlines() if line.startswith("#")]
+        for note in (shards.beside(output).read_text(), claim)
+    )
+    if noted[:2] == expected[:2] and noted != expected:
+        raise InputError(
+            f"json_schema={config.json_schema!r}: its content differs from what the beginning of"
+            f" output={config.output!r} was written with: choose another file, or restore it"
+        )
     what = "the model or its data type"
     if noted[:1] == expected[:1]:
         what = (
@@ -367,7 +392,10 @@ The engine reserves pages for it.
 
 
 def _answer_writer(
-    generator: pipeline.TextGenerator, config: RegenerateConfig, has_chats: bool
+    generator: pipeline.TextGenerator,
+    config: RegenerateConfig,
+    grammar: Grammar | None,
+    has_chats: bool,
 ) -> AnswerWriter:
     """Return the writer, with room for the longest prompt and its answer."""
     max_length = config.max_new_tokens + (LONGEST if has_chats else config.prompt_tokens)
@@ -376,6 +404,7 @@ def _answer_writer(
         top_p=config.top_p,
         seed=config.seed,
         max_new_tokens=config.max_new_tokens,
+        grammar=grammar,
     )
     capacity = min(positions_of(generator), max(max_length, 2))
     return AnswerWriter(generator, params, rows=config.batch, capacity=capacity)

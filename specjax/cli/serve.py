@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ from specjax.cli.defaults import GenerationConfig, loading_options, say_defaults
 from specjax.drafters import NoDraft
 from specjax.drafters.methods.mixture_of_attentions import with_told
 from specjax.errors import InputError
+from specjax.grammars import GrammarChecker, GrammarLimits
 from specjax.models.quantization import schemes
 from specjax.models.quantized_cache import CacheType
 from specjax.processes import speaks
@@ -86,6 +88,10 @@ class ServeConfig:
             predictions.
         grammars: "on" lets requests constrain their texts by JSON schemas, regexes and grammars;
             "auto" does so wherever it is supported, and "off" saves the memory of the programs.
+        grammar_characters: maximum number of characters of a grammar.
+        grammar_depth: maximum depth of nested brackets in a grammar.
+        grammar_megabytes: memory that compiling a grammar may take, in MB of 10**6 bytes.
+        grammar_seconds: CPU time that compiling a grammar may take.
         per_request_spec_decode_metrics: report in each answer how many drafted tokens were
             accepted.
         drain_seconds: seconds that running requests have to finish after SIGTERM.
@@ -131,6 +137,10 @@ class ServeConfig:
     max_logprobs: int = 20
     max_prediction: int = 16
     grammars: Literal["auto", "on", "off"] = "auto"
+    grammar_characters: int = GrammarLimits.characters
+    grammar_depth: int = GrammarLimits.depth
+    grammar_megabytes: float = GrammarLimits.megabytes
+    grammar_seconds: float = GrammarLimits.seconds
     per_request_spec_decode_metrics: bool = False
     drain_seconds: float = 30.0
     reader_seconds: float = 60.0
@@ -175,8 +185,9 @@ def run_serve(config: ServeConfig) -> int:
         )
         with run.starting(bound, bounds=bounds, tls=tls):
             arguments, reason = engine_options(config)
+            checker = grammar_checker(config, arguments)
             engine = Engine(**arguments)
-        with engine:
+        with engine, checker or nullcontext():
             options = AppOptions(
                 names=names,
                 api_keys=keys,
@@ -192,7 +203,7 @@ def run_serve(config: ServeConfig) -> int:
                 f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to"
                 f" {engine.capacity} tokens ({reason})"
             )
-            service = Service(engine, options)
+            service = Service(engine, options, checker)
             status = run.serve(
                 service,
                 bound,
@@ -299,6 +310,22 @@ def has_grammars(config: ServeConfig, generator: pipeline.TextGenerator) -> bool
     return True
 
 
+def grammar_checker(config: ServeConfig, arguments: dict[str, Any]) -> GrammarChecker | None:
+    """Return the checker of requests' grammars, if the engine of these arguments takes grammars.
+
+    Its process starts while the engine compiles.
+    """
+    if not arguments["grammars"]:
+        return None
+    limits = GrammarLimits(
+        config.grammar_characters,
+        config.grammar_depth,
+        config.grammar_megabytes,
+        config.grammar_seconds,
+    )
+    return GrammarChecker(arguments["target"].grammar_compiler, limits)
+
+
 def choose_capacity(
     config: ServeConfig, generator: pipeline.TextGenerator, sizes: dict[str, Any]
 ) -> tuple[int, str]:
@@ -334,7 +361,9 @@ def check_numbers(config: ServeConfig) -> None:
 
     `Engine` checks the numbers whose range depends on the models.
     """
-    minimums = {"rows": 1, "max_connections": 1, "reader_seconds": 1}
+    minimums: dict[str, float] = {"rows": 1, "max_connections": 1, "reader_seconds": 1}
+    minimums |= {"grammar_characters": 1, "grammar_depth": 1}
+    minimums |= {"grammar_megabytes": 1, "grammar_seconds": 0.1}
     for option in fields(config):
         value = getattr(config, option.name)
         if isinstance(value, int | float) and not minimums.get(option.name, 0) <= value < math.inf:

@@ -99,7 +99,7 @@ class Client:
 
         The committed text is exactly the target's text for these sampling parameters and this seed,
         whatever happens to the connection. `specjax.serving.Engine.submit` gives the same text.
-        Provisional text comes from the drafter alone.
+        Provisional text comes from the drafter alone, and a grammar does not apply to it.
 
         Args:
             prompt: text, a chat, or token ids.
@@ -128,6 +128,11 @@ class Client:
                 "stop: a client without a tokenizer has no text to search; give tokenizer=..."
             )
         private = private if isinstance(private, str) else tuple(private)
+        if params.grammar is not None and (private or is_offline):
+            raise InputError(
+                f"grammar: the server applies it, and with {'private' if private else 'is_offline'}"
+                " the server verifies nothing; leave one of them out"
+            )
         tokens = self.encode(prompt)
         room = self.device.capacity - params.max_new_tokens
         if len(tokens) > room:

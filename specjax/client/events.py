@@ -89,6 +89,8 @@ class TextReport:
         provisional_tokens: the ids of the provisional tokens.
         finish_reason: "stop", "length", or "offline" if the server was unreachable; None until the
             text ends.
+        grammar_completed: whether the committed text satisfies its grammar as a whole; None without
+            a grammar, and until the text ends.
         seconds: the time from start to end.
         rounds: the number of verdicts.
         drafted: the number of tokens on the longest paths of all drafts that have a verdict.
@@ -112,6 +114,7 @@ class TextReport:
     provisional: str = ""
     provisional_tokens: tuple[int, ...] = ()
     finish_reason: str | None = None
+    grammar_completed: bool | None = None
     seconds: float = 0.0
     rounds: int = 0
     drafted: int = 0

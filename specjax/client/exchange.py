@@ -12,7 +12,7 @@ gives the same answer to a message that it receives twice:
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ import numpy as np
 from specjax import wire
 from specjax.client.trees import Tree
 from specjax.errors import InputError
+from specjax.grammars import Grammar
 from specjax.sampling import SAMPLING_NAMES
 from specjax.sampling_params import SamplingParams
 from specjax.wire.arrays import Precision
@@ -73,6 +74,7 @@ _WIRE_NAMES = {
     **{name: name for name in SAMPLING_NAMES if name in wire.OpenMessage.__struct_fields__},
     "seed": "seed",
     "eos": "eos_token_ids",
+    "grammar": "grammar",
 }
 """The parameters that the protocol supports, by their names in `specjax.wire.OpenMessage`."""
 
@@ -99,7 +101,10 @@ def check_params(params: SamplingParams) -> None:
 def _on_the_wire(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters by their names in `specjax.wire.OpenMessage`."""
     values = {wire_name: getattr(params, name) for wire_name, name in _WIRE_NAMES.items()}
-    return values | {"eos": None if params.eos_token_ids is None else list(params.eos_token_ids)}
+    grammar = values.pop("grammar")
+    values |= {"eos": None if params.eos_token_ids is None else list(params.eos_token_ids)}
+    # A server that does not know grammars refuses the field, so that it is left out without one.
+    return values if grammar is None else values | {"grammar": grammar.source}
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,8 @@ class Exchange:
         phase: the phase of the text.
         bounds: the limits of the server; None until the server has sent them.
         over: the reason why the text has ended; empty before.
+        grammar_completed: whether the text satisfies its grammar as a whole; None without one, and
+            before the end.
         resumes: how often the text was resumed over a new connection or opened again.
 
     Examples:
@@ -205,6 +212,7 @@ class Exchange:
         self.phase: Phase = "away"
         self.bounds: ServerLimits | None = None
         self.over: Literal["", "stop", "length"] = ""
+        self.grammar_completed: bool | None = None
         self.resumes = 0
         self._session: bytes | None = None
         self._epoch = self._sequence = 0
@@ -282,8 +290,12 @@ class Exchange:
         """Set the phase to "over" if the committed tokens are the whole text.
 
         This happens when another process has stored a finished text. A text ends with one of the
-        ``stop_token_ids``, or when it has ``max_new_tokens`` tokens.
+        ``stop_token_ids``, when it has ``max_new_tokens`` tokens, or where its grammar allows no
+        token. The last of these is stored.
         """
+        if self.over:
+            self.phase = "over"
+            return
         committed = self.tokens[len(self.request.prompt) :]
         if committed and committed[-1] in stop_token_ids:
             self.phase, self.over = "over", "stop"
@@ -412,6 +424,8 @@ class Exchange:
         self._sent = None
         self.phase = "over" if message.over else "ready"
         self.over = message.over
+        if message.grammar_completed is not msgspec.UNSET:
+            self.grammar_completed = message.grammar_completed
         features = self._advance(len(self.tokens) - 1, arrays)
         return [TokensEmitted(emitted, self._depth, message.seconds), features]
 
@@ -431,7 +445,10 @@ class Exchange:
         """Return the data with which another process can continue the text, for JSON."""
         request = {name: value for name, value in vars(self.request).items() if name != "params"}
         request |= _on_the_wire(self.request.params)
-        return {"request": request, "committed": self.tokens[len(self.request.prompt) :]}
+        stored = {"request": request, "committed": self.tokens[len(self.request.prompt) :]}
+        if self.grammar_completed is not None:
+            stored |= {"over": self.over, "grammar_completed": self.grammar_completed}
+        return stored
 
     @classmethod
     def restored(cls, snapshot: Mapping[str, Any]) -> "Exchange":
@@ -443,5 +460,13 @@ class Exchange:
             if wire_name in stored or wire_name == "limit"
         }
         params = {name: stored.pop(wire_name) for wire_name, name in names.items()}
+        grammar = msgspec.convert(params.pop("grammar", None), str | None)
         request = msgspec.convert({**stored, "params": params}, ExchangeRequest)
-        return cls(request, msgspec.convert(snapshot["committed"], list[int]))
+        if grammar is not None:
+            grammar_of_params = Grammar.of_source(grammar)
+            request = replace(request, params=replace(request.params, grammar=grammar_of_params))
+        exchange = cls(request, msgspec.convert(snapshot["committed"], list[int]))
+        if "grammar_completed" in snapshot:
+            exchange.over = msgspec.convert(snapshot["over"], Literal["stop", "length"])
+            exchange.grammar_completed = msgspec.convert(snapshot["grammar_completed"], bool)
+        return exchange

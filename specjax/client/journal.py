@@ -48,7 +48,7 @@ class Journal:
             ) from None
         try:
             exchange = Exchange.restored(msgspec.json.decode(raw))
-        except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError, InputError):
             raise InputError(
                 f"journal={str(self._path)!r}: the file is not a journal; give another file"
             ) from None
@@ -59,7 +59,8 @@ class Journal:
             raise InputError(
                 f"journal={str(self._path)!r}: the file is not a journal; give another file"
             )
-        if replace(exchange.request, precision=request.precision) != request:
+        stored = Exchange(replace(exchange.request, precision=request.precision))
+        if stored.snapshot() != Exchange(request).snapshot():
             raise InputError(
                 f"journal={str(self._path)!r}: the file has another prompt or other settings; give"
                 " another file, or remove it"

@@ -511,6 +511,10 @@ class Writer:
         report.provisional_tokens = tuple(token for token, _ in display.provisional)
         report.provisional = "".join(text for _, text in display.provisional)
         report.finish_reason = "stop" if display.has_stopped else exchange.over or "offline"
+        if exchange.request.params.grammar is not None:
+            # A stop string ends the text within its grammar.
+            is_cut = display.has_stopped
+            report.grammar_completed = bool(exchange.grammar_completed) and not is_cut
         report.seconds, report.resumes = self._link.now() - self._started_at, exchange.resumes
         if self._is_connected and (frame := exchange.close()) is not None:
             with suppress(LinkLostError):

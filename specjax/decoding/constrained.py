@@ -87,6 +87,37 @@ def forced_draft(forced: Sequence[Sequence[int]]) -> Draft:
     return Draft.of_tree(tokens, tree.chain_parents(FORCED + 1), valid=valid)  # pyright: ignore[reportArgumentType]
 
 
+def begin_with_forced(draft: Draft, forced: Sequence[Sequence[int]]) -> Draft:
+    """Return a draft of chains in which the forced tokens of each row come first.
+
+    A chain that begins with the forced tokens stays as it is. Any other chain would be rejected
+    within them, so it is replaced by them. Its q stays: the rows must be coupled or greedy.
+
+    Args:
+        draft: chains, in numpy arrays. Their drafter must treat any draft as another drafter's.
+        forced: the forced tokens of each row; empty for a row whose chain stays.
+
+    Examples:
+        >>> from specjax.decoding.constrained import begin_with_forced
+        >>> from specjax.drafts.draft import Draft
+        >>> root, tokens = np.array([1, 1]), np.array([[5, 6, 7], [5, 6, 7]])
+        >>> draft = jax.device_get(Draft.chain(root, tokens, valid=tokens < 7))
+        >>> begun = begin_with_forced(draft, [[5], [6]])
+        >>> begun.tokens[:, 1:].tolist(), begun.valid[:, 1:].tolist()
+        ([[5, 6, 7], [6, 6, 7]], [[True, True, False], [True, False, False]])
+    """
+    tokens, valid = np.array(draft.tokens), np.array(draft.drafted)
+    for row, row_tokens in enumerate(forced):
+        first = np.array(row_tokens[: draft.depth], np.int32)
+        count = len(first)
+        if not (valid[row, :count].all() and np.array_equal(tokens[row, 1 : count + 1], first)):
+            tokens[row, 1 : count + 1] = first
+            valid[row] = np.arange(valid.shape[1]) < count
+    return replace(
+        draft, tokens=tokens, valid=np.pad(valid, ((0, 0), (1, 0)), constant_values=True)
+    )
+
+
 def forced_is_longer(forced: Sequence[Sequence[int]], rows: int, expected: float) -> bool:
     """Return whether forced tokens promise a longer step than a drafter, over all rows.
 

@@ -194,15 +194,13 @@ class _Batch:
         lengths: Any,
         options: GenerationOptions,
     ) -> None:
+        if options.grammar is not None and sharding.spans_processes(target.mesh):
+            raise InputError("grammar: not supported on a mesh that spans processes; leave it out")
         self._target = target
         self._drafter, self._state = start(target, drafter, tokens, lengths, options)
         self._width = _width(tokens, options.max_new_tokens)
         matchers = None
         if options.grammar is not None:
-            if sharding.spans_processes(target.mesh):
-                raise InputError(
-                    "grammar: not supported on a mesh that spans processes; leave it out"
-                )
             checked = options.check(target.config, self._state.lengths.shape[0])
             matchers = options.matchers(checked, target.config.vocab_size)
         self._constrained = None if matchers is None else ConstrainedRows(matchers)
@@ -278,6 +276,7 @@ def start(
     batch, width = tokens.shape
     width = width if capacity is None else min(width, capacity)
     checked, keys = options.check(config, batch), options.row_keys(batch)
+    options.grammars_of_rows(batch, config.vocab_size)  # refuse them before anything runs
     drafter = NoDraft() if drafter is None else drafter
     check_is_pytree(drafter)
     drafter.draft_shape.check(config.vocab_size)

@@ -125,6 +125,21 @@ class GenerationOptions:
             )
         return rule
 
+    def check_has_no_grammar(self, function: str) -> None:
+        """Refuse grammars, for a ``function`` that decodes free text.
+
+        Raises:
+            InputError: There is a grammar.
+
+        Examples:
+            >>> from specjax.decoding import GenerationOptions
+            >>> GenerationOptions(grammar=specjax.Regex("a")).check_has_no_grammar("trial_speedup")
+            Traceback (most recent call last):
+            specjax.errors.InputError: options: trial_speedup decodes free text; leave out grammar
+        """
+        if self.grammar is not None:
+            raise InputError(f"options: {function} decodes free text; leave out grammar")
+
     def matchers(self, checked: "CheckedOptions", vocab_size: int) -> list[Matcher | None] | None:
         """Return a new matcher for each row, None for a row without a grammar; None without any.
 
@@ -135,24 +150,35 @@ class GenerationOptions:
         Raises:
             InputError: The grammars do not fit the rows or the vocabulary.
         """
+        grammars = self.grammars_of_rows(len(checked.stop_token_ids), vocab_size)
+        if grammars is None:
+            return None
+        return [
+            None if grammar is None else grammar.matcher(tuple(i for i in row if i >= 0))
+            for grammar, row in zip(grammars, checked.stop_token_ids.tolist(), strict=True)
+        ]
+
+    def grammars_of_rows(self, batch: int, vocab_size: int) -> list[CompiledGrammar | None] | None:
+        """Return the grammar of each of ``batch`` rows; None if there are no grammars.
+
+        Raises:
+            InputError: The grammars do not fit the rows, or a vocabulary of this size.
+
+        Examples:
+            >>> from specjax.decoding import GenerationOptions
+            >>> GenerationOptions(grammar=[None, None]).grammars_of_rows(batch=2, vocab_size=16)
+            [None, None]
+        """
         if self.grammar is None:
             return None
-        ids = checked.stop_token_ids
-        grammars = (
-            list(self.grammar)
-            if isinstance(self.grammar, list | tuple)
-            else [self.grammar] * len(ids)
-        )
-        if len(grammars) != len(ids):
+        is_list = isinstance(self.grammar, list | tuple)
+        grammars = list(self.grammar) if is_list else [self.grammar] * batch  # pyright: ignore[reportArgumentType]
+        if len(grammars) != batch:
             raise InputError(
-                f"grammar: {len(grammars)} grammars; give one, or one for each of the {len(ids)}"
-                " rows"
+                f"grammar: {len(grammars)} grammars; give one, or one for each of the {batch} rows"
             )
         return [
-            None
-            if grammar is None
-            else _check_grammar(grammar, vocab_size).matcher(tuple(i for i in row if i >= 0))
-            for grammar, row in zip(grammars, ids.tolist(), strict=True)
+            None if grammar is None else _check_grammar(grammar, vocab_size) for grammar in grammars
         ]
 
     def adjustments(

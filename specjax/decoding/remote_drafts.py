@@ -90,6 +90,7 @@ def verify_rows(
     tokens: HostOrDevice,
     parents: HostOrDevice,
     valid: HostOrDevice,
+    legal: HostOrDevice | None = None,
     *,
     depth: int,
 ) -> tuple[DecodeState, VerifiedRows]:
@@ -112,6 +113,8 @@ def verify_rows(
         parents: ``[W, N]`` the index of each node's parent, which is smaller than the node's; -1
             for the root.
         valid: ``[W, N]`` bool, which nodes exist.
+        legal: ``[W, N, ceil(V / 32)]`` uint32, the tokens that the rows' grammars allow after each
+            node, from `specjax.decoding.constrained.legal_tokens`; None if no row has a grammar.
         depth: the largest depth D of a node.
 
     Returns:
@@ -156,7 +159,8 @@ def verify_rows(
         valid=jnp.asarray(valid),
         levels=depth,
     )
-    after, info = advance(target, _Elsewhere(remote_drafter), part, draft)
+    words = None if legal is None else jnp.asarray(legal)
+    after, info = advance(target, _Elsewhere(remote_drafter), part, draft, legal=words)
     checked = VerifiedRows(
         path=info.path[:, : depth + 1],
         tokens=after.tokens_from(part.lengths, depth + 1),

@@ -16,15 +16,19 @@ token that would be drawn with it.
 The arithmetic is in `specjax.sampling`; `specjax.decoding.constrained` has the steps.
 """
 
+from specjax.grammars.checker import CheckerBusyError, GrammarChecker, GrammarLimits
 from specjax.grammars.compiler import CompiledGrammar, GrammarCompiler
 from specjax.grammars.grammar import Choice, Grammar, JsonObject, JsonSchema, Lark, Regex
 from specjax.grammars.matcher import Matcher
 
 __all__ = [
+    "CheckerBusyError",
     "Choice",
     "CompiledGrammar",
     "Grammar",
+    "GrammarChecker",
     "GrammarCompiler",
+    "GrammarLimits",
     "JsonObject",
     "JsonSchema",
     "Lark",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.errors import InputError
+from specjax.grammars.check_process import ROW_LIMITS, build_tokenizer, compile_source, first_line
 from specjax.grammars.grammar import Grammar, check_grammar
 from specjax.grammars.matcher import Matcher
 
@@ -83,7 +84,9 @@ class GrammarCompiler:
         copied.no_padding()
         copied.no_truncation()
         end_id = getattr(tokenizer, "eos_token_id", None)
-        self._build(copied.to_str(), vocab_size, end_id)
+        text = copied.to_str()
+        self._build(text, vocab_size, end_id)
+        self._recipe = {"tokenizer": text, "vocab_size": vocab_size, "end_id": end_id}
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[bytes], end_id: int) -> "GrammarCompiler":
@@ -108,15 +111,23 @@ class GrammarCompiler:
         compiler._build(TokenizerWrapper(_Tokens(tokens, end_id)), len(tokens), end_id)
         return compiler
 
-    def _build(self, tokenizer: Any, vocab_size: int, end_id: int | None) -> None:
-        from llguidance import LLTokenizer
+    @property
+    def recipe(self) -> dict[str, Any] | None:
+        """The arguments of `check_process.build_tokenizer`; None if JSON cannot hold them."""
+        return self._recipe
 
+    def source(self, grammar: Grammar) -> str:
+        """Return a grammar in the form that llguidance reads."""
+        return grammar.source
+
+    def _build(self, tokenizer: Any, vocab_size: int, end_id: int | None) -> None:
         try:
-            self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_id)
+            self._tokenizer = build_tokenizer(tokenizer, vocab_size, end_id)
         except ValueError as error:
             raise InputError(f"grammar: this tokenizer is not supported: {error}") from None
         self._vocab_size = vocab_size
-        self._compiled: dict[Grammar, CompiledGrammar] = {}
+        self._recipe: dict[str, Any] | None = None
+        self._compiled: dict[tuple[Grammar, bool], CompiledGrammar] = {}
         self._lock = threading.Lock()
         self._lacks_bytes = not all(map(self._can_write, range(0xF5)))  # the bytes of UTF-8
 
@@ -125,32 +136,35 @@ class GrammarCompiler:
         text = bytes([byte])
         return self._tokenizer.decode_bytes(self._tokenizer.tokenize_bytes(text)) == text
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
+    def compile(self, grammar: Grammar, *, is_bounded: bool = False) -> CompiledGrammar:
         """Return the compiled grammar.
+
+        Args:
+            grammar: the grammar.
+            is_bounded: whether a text ends with a `specjax.errors.GrammarLimitError` where a mask
+                would take more than some 10 ms, as in an engine. It bounds the size of very large
+                grammars, too.
 
         Raises:
             InputError: the grammar is wrong, or has a part that is not supported. The message
                 names it.
         """
         check_grammar(grammar)
+        key = grammar, is_bounded
         with self._lock:
-            compiled = self._compiled.pop(grammar, None)
-        compiled = compiled or self._compile(grammar)  # several threads may compile at a time
+            compiled = self._compiled.pop(key, None)
+        compiled = compiled or self._compile(*key)  # several threads may compile at a time
         with self._lock:
-            self._compiled[grammar] = compiled  # the newest is the last
+            self._compiled[key] = compiled  # the newest is the last
             while len(self._compiled) > MAX_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
         return compiled
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        from llguidance import LLMatcher
-
-        template = LLMatcher(self._tokenizer, grammar.source, log_level=0)
-        if not template.is_error():
-            # Some errors, such as cycles of references, appear with the first mask only.
-            template.compute_bitmask()
+    def _compile(self, grammar: Grammar, is_bounded: bool) -> CompiledGrammar:
+        limits = ROW_LIMITS if is_bounded else None
+        template = compile_source(self._tokenizer, self.source(grammar), limits)
         if template.is_error():
-            raise InputError(f"grammar={grammar!r}: {_first_line(template.get_error())}")
+            raise InputError(f"grammar={grammar!r}: {first_line(template.get_error())}")
         end_ids = tuple(self._tokenizer.eos_tokens)
         compiled = CompiledGrammar(grammar, self._vocab_size, template, end_ids, self._lacks_bytes)
         matcher = compiled.matcher(stop_token_ids=())
@@ -180,7 +194,3 @@ class _Tokens:
                 ids.append(self._ids[text[start:end]])
             start = start + 1 if end is None else end
         return ids
-
-
-def _first_line(error: str) -> str:
-    return error.strip().splitlines()[0] if error.strip() else "llguidance refuses it"

@@ -12,6 +12,9 @@ from specjax.errors import InputError
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """The whitespace that JSON may have between its parts. Small models repeat unbounded whitespace."""
 
+_FLEXIBLE, _COMPACT = {"whitespace_pattern": WHITESPACE}, {"whitespace_flexible": False}
+"""The options of llguidance in the source of a `JsonSchema`, with whitespace and without."""
+
 
 @dataclass(frozen=True, init=False, repr=False)
 class Grammar:
@@ -31,6 +34,36 @@ class Grammar:
     """
 
     source: str
+
+    @staticmethod
+    def of_source(source: str) -> "Grammar":
+        """Return the grammar of a `source`, which may come from a client.
+
+        Only what the subclasses make is accepted, so that no option of llguidance comes with it.
+
+        Raises:
+            InputError: the source is not that of a `JsonSchema` or of a Lark grammar.
+
+        Examples:
+            >>> import specjax
+            >>> grammar = specjax.JsonSchema({"type": "integer"}, whitespace=False)
+            >>> specjax.grammars.Grammar.of_source(grammar.source) == grammar
+            True
+            >>> specjax.grammars.Grammar.of_source(specjax.Regex("a|b").source)
+            Lark('{"grammars": [{"lark_grammar": "start: /a|b/"}]}')
+        """
+        try:
+            (part,) = json.loads(source)["grammars"]
+            ((kind, content),) = part.items()
+            if kind == "lark_grammar":
+                return Lark(content)
+            if kind == "json_schema" and content["x-guidance"] in (_FLEXIBLE, _COMPACT):
+                return JsonSchema(content, whitespace=content["x-guidance"] == _FLEXIBLE)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+            pass
+        raise InputError(
+            f"grammar={reprlib.repr(source)}: it is not the source of a specjax grammar"
+        )
 
     def __repr__(self) -> str:
         """Return the class and the beginning of the source."""
@@ -77,9 +110,7 @@ class JsonSchema(Grammar):
     def __init__(self, schema: Any, *, whitespace: bool = True) -> None:
         """Convert ``schema`` to llguidance's form."""
         parsed = _parse_schema(schema)
-        options: dict[str, Any] = {"whitespace_flexible": False}
-        if whitespace:
-            options = {"whitespace_pattern": WHITESPACE}
+        options = _FLEXIBLE if whitespace else _COMPACT
         if isinstance(parsed, bool):
             parsed = {} if parsed else {"enum": []}
         self._set_source(json_schema=parsed | {"x-guidance": options})

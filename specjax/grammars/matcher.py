@@ -1,9 +1,20 @@
 """The position of one text in its grammar, and the masks of tokens that are legal there."""
 
+import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from specjax.errors import GrammarLimitError
+from specjax.grammars.check_process import first_line
+
+STEP_SECONDS = 0.04
+"""The CPU time that one row's masks of a step may take."""
+
+TOKEN_SECONDS, EXTRA_SECONDS = 0.01, 0.5
+"""The CPU time that a text's masks may take in all: for each token, and once."""
 
 _ALL = np.uint32(0xFFFFFFFF)
 
@@ -23,6 +34,9 @@ class Matcher:
         stop_token_ids: the tokens that end this text. They are legal where the text is complete.
         validates: whether to check each token of a mask. llguidance's masks are wrong where the
             tokenizer has no token for a byte that the grammar forces.
+
+    Attributes:
+        seconds: the CPU time that this matcher has taken.
 
     Examples:
         >>> import specjax
@@ -51,6 +65,16 @@ class Matcher:
         self._never = _bits([*end_ids, *stop_token_ids], self._words)
         self._stops = _bits(stop_token_ids, self._words)
         self._has_ended = False
+        self.seconds, self._tokens, self._deadline = 0.0, 0, math.inf
+
+    def begin_step(self) -> None:
+        """Limit the time until the next call: a later mask raises GrammarLimitError.
+
+        The limit is `STEP_SECONDS`, or less if the text has used up `TOKEN_SECONDS` for each of
+        its tokens and `EXTRA_SECONDS`. It is CPU time, which does not depend on other processes.
+        """
+        in_all = EXTRA_SECONDS + TOKEN_SECONDS * self._tokens
+        self._deadline = min(self.seconds + STEP_SECONDS, in_all)
 
     @property
     def is_complete(self) -> bool:
@@ -75,24 +99,42 @@ class Matcher:
 
         Raises:
             RuntimeError: a token is not legal. Verification never emits such a token.
+            GrammarLimitError: the grammar has become too complex.
         """
+        started = time.thread_time()
         for token in map(int, tokens):
             if token in self._stop_ids:
                 self._has_ended = True
-                return
+                break
             if self._matcher.try_consume_tokens([token]) != 1:
-                raise RuntimeError(f"token {token} is not legal; {self._matcher.get_error()}")
+                self._check()
+                raise RuntimeError(f"token {token} is not legal")
+            self._tokens += 1
+        self.seconds += time.thread_time() - started
 
     def mask(self) -> np.ndarray:
-        """Return ``[ceil(V / 32)]`` uint32, the bits of the legal tokens, lowest bit first."""
+        """Return ``[ceil(V / 32)]`` uint32, the bits of the legal tokens, lowest bit first.
+
+        Raises:
+            GrammarLimitError: the grammar has become too complex.
+        """
         words = np.zeros((1, self._words), np.int32)
+        self._check()
+        started = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._matcher.is_error():
-            raise RuntimeError(f"grammar: {self._matcher.get_error()}")
+        self.seconds += time.thread_time() - started
+        self._check()
         bits = words[0].view(np.uint32) & ~self._never
         if self._validates:
             bits &= _bits([t for t in _ids(bits) if self._takes(t)], self._words)
         return bits | self._stops if self.is_complete else bits
+
+    def _check(self) -> None:
+        """Raise GrammarLimitError if llguidance has met a limit, or the time is over."""
+        if self._matcher.is_error():
+            raise GrammarLimitError(first_line(self._matcher.get_error()))
+        if self.seconds > self._deadline:
+            raise GrammarLimitError(f"{self.seconds:.2g} s for {self._tokens} tokens")
 
     def _takes(self, token: int) -> bool:
         """Return whether llguidance accepts a token next."""
@@ -131,7 +173,9 @@ class Matcher:
                 if not masks[node][token >> 5] >> np.uint32(token & 31) & 1:
                     illegal += 1
                 elif token not in self._stop_ids:
+                    started = time.thread_time()
                     self._matcher.try_consume_tokens([token])
+                    self.seconds += time.thread_time() - started
                     visit(child)
                     self._matcher.rollback(1)
 
@@ -146,6 +190,7 @@ class Matcher:
         """
         if self._has_ended:
             return []
+        started = time.thread_time()
         tokens = list(self._matcher.compute_ff_tokens())[:most]
         if len(tokens) < most and self._stop_ids:
             consumed = self._matcher.try_consume_tokens(tokens) if tokens else 0
@@ -153,6 +198,7 @@ class Matcher:
                 tokens.append(min(self._stop_ids))
             if consumed:
                 self._matcher.rollback(consumed)
+        self.seconds += time.thread_time() - started
         return tokens
 
 

@@ -176,8 +176,8 @@ def compare_drafts(
         drafter: the drafter; its own draft shape does not matter.
         tokens: ``[R, P]`` prompts as in `decoding.generate`, on which acceptance is measured.
         lengths: ``[R]`` the length of each prompt.
-        options: the options of the later generation. Trials emit at most ``max_new_tokens`` per
-            row, and have their own random key.
+        options: the options of the later generation, without a grammar. Trials emit at most
+            ``max_new_tokens`` per row, and have their own random key.
         batch: B, the batch size for which times are measured; by default R.
         longest: the length of the longest chain, and the depth of the deepest tree.
         nodes: the maximum number of nodes of a tree, with the root. T_V(n) is measured for up to 65
@@ -197,6 +197,7 @@ def compare_drafts(
         >>> [str(candidate.draft) for candidate in candidates]
         ['None', 'chain of 1', 'chain of 2']
     """
+    options.check_has_no_grammar("compare_drafts")
     if acceptance is None:
         acceptance = measure_acceptance(
             target, drafter, tokens, lengths, options=options, longest=longest
@@ -388,6 +389,7 @@ def _run_trial(
         For each depth, the share of the steps that accepted tokens up to it; for each rank, the
         share of the steps that accepted this child of the root; and the mean tokens per step.
     """
+    options.check_has_no_grammar("a trial")
     rows, shape = len(np.asarray(tokens)), drafter.draft_shape
     count = max(_LEAST_STEPS, _TRIAL_STEPS // rows)
     positions_left = _positions_left(target, drafter, tokens, lengths)

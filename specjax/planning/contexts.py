@@ -153,7 +153,7 @@ def measure_contexts(
         batches: the batch sizes.
         budgets: the numbers of slots of a row in the drafter's cache.
         longest: the length of the longest chain.
-        options: the options of the later generation.
+        options: the options of the later generation, without a grammar.
 
     Raises:
         InputError: A text is too short, or the target has too few positions.
@@ -173,6 +173,7 @@ def measure_contexts(
         >>> len(measured.gains(context=16, batch=1))  # one budget, chains of 1 token
         1
     """
+    options.check_has_no_grammar("measure_contexts")
     texts = np.asarray(texts)
     if min(budgets) >= min(contexts):
         raise InputError(

@@ -300,8 +300,8 @@ def trial_speedup(
         drafter: the drafter.
         tokens: ``[B, P]`` prompts as in `decoding.generate`.
         lengths: ``[B]`` the length of each prompt.
-        options: the options of the later generation. The trial has its own random key
-            (`trial_key`).
+        options: the options of the later generation, without a grammar. The trial has its own
+            random key (`trial_key`).
         trial_tokens: the maximum number of tokens to generate in the trial.
 
     Raises:
@@ -314,6 +314,7 @@ def trial_speedup(
         >>> gain > 0  # 1 is plain decoding
         True
     """
+    options.check_has_no_grammar("trial_speedup")
     tokens, lengths = check_prompts(tokens, lengths, target.config.vocab_size)
     batch, width = tokens.shape
     positions = decoding.most_positions(target, drafter)

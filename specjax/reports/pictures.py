@@ -1,6 +1,6 @@
 """The files of figures, and the figure of a draft tree."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,15 @@ _ROW, _GAP, _SIZE = 0.36, 0.42, 11
 
 @style.styled
 def draw_draft(
-    parents: np.ndarray, path: Sequence[int], labels: Sequence[str], bonus: str, valid: np.ndarray
+    parents: np.ndarray,
+    path: Sequence[int],
+    labels: Sequence[str],
+    bonus: str,
+    valid: np.ndarray,
+    *,
+    notes: Sequence[str] = (),
+    illegal: Collection[int] = (),
+    title: str = "",
 ) -> "Figure":
     """Draw a draft tree from left to right, its accepted path in green, and the bonus token.
 
@@ -60,34 +68,44 @@ def draw_draft(
         labels: the text of each node.
         bonus: the text of the bonus token.
         valid: ``[N]`` bool which nodes were drafted; all others are left out.
+        notes: a short text below each node; empty for none.
+        illegal: nodes that are drawn in red.
+        title: the title of the figure; empty: it says how many tokens were drafted and accepted.
     """
     drafted, end = int(valid.sum()) - 1, len(parents)
+    row_inches = 1.6 * _ROW if notes else _ROW
+    notes = [*notes, *[""] * (end + 1 - len(notes))]
     # The bonus token becomes one more node, below the end of the path.
     parents, labels, valid = np.append(parents, path[-1]), [*labels, bonus], np.append(valid, True)
     depths, rows = tree.depths(parents).tolist(), _rows(parents, valid)
     columns: list[list[str]] = [[] for _ in range(max(depths[node] for node in rows) + 1)]
     for node in rows:
-        columns[depths[node]].append(labels[node])
+        columns[depths[node]] += [labels[node], notes[node][: len(notes[node]) * 3 // 4]]
     inches = np.array([letters_width(max(map(len, column)), _SIZE) + 0.2 for column in columns])
     lefts = np.cumsum([0.15, *inches[:-1] + _GAP])
     centre = (lefts + inches / 2).tolist()
     width = lefts[-1] + inches[-1] + 0.15
     lowest = max(rows.values())
-    title = f"{drafted} tokens drafted, {len(path) - 1} accepted (green); dashed: the bonus token"
+    accepted = f"{len(path) - 1} accepted (green)"
+    title = title or f"{drafted} tokens drafted, {accepted}; dashed: the bonus token"
     figure, (axes,) = style.new_figure(
-        min(_ROW * (lowest + 2.2), 100), width=max(width, 3.0), title=title
+        min(row_inches * (lowest + 2.2), 100), width=max(width, 3.0), title=title
     )
     green, grey = {*path, end}, style.theme().passed_over
     points = {node: (centre[depths[node]], row) for node, row in rows.items()}
     for node in sorted(points, key=green.__contains__):  # green nodes last, on top of the others
+        paint = style.theme().rejected if node in illegal else grey
         look = {
-            "paint": style.theme().accepted if node in green else grey,
+            "paint": style.theme().accepted if node in green else paint,
             "strong": node in green,
             "dashed": node == end,
         }
         if node:
             _join(axes, points[int(parents[node])], points[node], **look)
         write_token(axes, *points[node], labels[node], **look)
+        x, y = points[node]
+        note = {"fontsize": 0.75 * _SIZE, "color": style.theme().muted, "zorder": 3}
+        axes.text(x, y + 0.19 / row_inches, notes[node], ha="center", va="top", **note)
     axes.set_xlim(0, width)
     axes.set_ylim(lowest + 0.7, -0.9)
     axes.set_xticks(

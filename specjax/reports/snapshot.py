@@ -59,8 +59,9 @@ def take_snapshot(
         target: the target.
         drafter: the drafter.
         prompt: the token ids of the prompt.
-        options: the options of generation. With the same options, `decoding.generate` does the same
-            steps. None for greedy decoding with enough tokens for all steps.
+        options: the options of generation, without a grammar. With the same options,
+            `decoding.generate` does the same steps. None for greedy decoding with enough tokens for
+            all steps.
         steps: the maximum number of steps after the prompt.
 
     Raises:
@@ -72,6 +73,7 @@ def take_snapshot(
             min(steps * (drafter.draft_shape.depth + 1), target.config.max_positions - len(prompt)),
         )
         options = GenerationOptions(max_new_tokens=max_new_tokens)
+    options.check_has_no_grammar("take_snapshot")
     drafter, state = decoding.start(target, drafter, [prompt], options=options)
     best: Snapshot | None = None
     for _ in track(range(steps), "making the steps to draw"):

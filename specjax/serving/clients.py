@@ -17,7 +17,8 @@ import numpy as np
 
 from specjax.decoding import remote_drafts
 from specjax.drafts import tree
-from specjax.errors import InputError, LogitsError
+from specjax.errors import GrammarError, InputError, LogitsError
+from specjax.grammars import Matcher
 from specjax.serving.device import EngineDevice
 from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
 
@@ -74,6 +75,8 @@ class DraftVerified:
         over: whether the text has ended: at a stop token ("stop"), at its limit ("length"), or not
             ("").
         seconds: the time of the verification.
+        grammar_completed: whether the text satisfies its grammar as a whole; None if it has none,
+            or has not ended.
 
     Examples:
         >>> from specjax.serving import DraftVerified
@@ -87,6 +90,7 @@ class DraftVerified:
     arrays: dict[str, np.ndarray]
     over: Literal["", "stop", "length"]
     seconds: float
+    grammar_completed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,8 @@ class ClientRow:
     Attributes:
         prompt_length: the number of tokens of the prompt.
         max_length: the maximal length of the text, prompt and output.
+        matcher: the position of the text in its grammar; None without one. The engine's thread
+            alone uses it.
 
     Examples:
         >>> import queue
@@ -197,6 +203,7 @@ class ClientRow:
         settings: dict[str, Any],
         listener: Listener,
         sent_tokens: int,
+        matcher: Matcher | None = None,
     ) -> None:
         """Make the row of a submitted request, for `specjax.serving.Engine.open_row`."""
         self._clients = clients
@@ -204,6 +211,7 @@ class ClientRow:
         self.settings = settings
         self.listener = listener
         self.sent_tokens = sent_tokens
+        self.matcher = matcher
         self.draft: tuple[np.ndarray, np.ndarray] | None = None
         self.is_ready = False
         self.prompt_length, self.max_length = request.prompt_length, request.max_length
@@ -289,6 +297,7 @@ class Clients:
         settings: dict[str, Any],
         listener: Listener,
         owner: str = "",
+        matcher: Matcher | None = None,
     ) -> ClientRow:
         """Open a row, as `specjax.serving.Engine.open_row` describes. It needs the lock."""
         if not 1 <= prompt_length <= len(tokens):
@@ -312,9 +321,9 @@ class Clients:
             shares=shares,
             is_client=True,
             owner=owner,
-            needs="clients",
+            needs="clients" if matcher is None else "clients' grammars",
         )
-        row = ClientRow(self, request, settings, listener, sent_tokens)
+        row = ClientRow(self, request, settings, listener, sent_tokens, matcher)
         self.rows[request] = row
         self.wake.notify_all()
         return row
@@ -451,12 +460,23 @@ class Clients:
             return
         self._device.wait()  # so that the time of queued prefill chunks does not count
         started = time.perf_counter()
-        checked = jax.device_get(self._device.verify(table, rows, [draft for _, draft in drafts]))  # pyright: ignore[reportArgumentType]
+        matchers = [row.matcher for row, _ in drafts]
+        failed: dict[int, Exception] = {}
+        verified = self._device.verify(
+            table,
+            rows,  # pyright: ignore[reportArgumentType]
+            [draft for _, draft in drafts],
+            matchers if any(matchers) else (),
+            failed.__setitem__,
+        )
+        checked = jax.device_get(verified)
         seconds = time.perf_counter() - started
         with self.wake:
             self._counts["calls"] += 1
             for index, (row, draft) in enumerate(drafts):
                 try:
+                    if index in failed:
+                        raise failed[index]
                     self._take(row, draft, checked, index, seconds)
                 except Exception as error:  # only this row ends
                     self.give_up(row, error)
@@ -490,6 +510,12 @@ class Clients:
             raise LogitsError([request.row], [len(request.tokens) + count])
         row.draft = None
         tokens = checked.tokens[index, :count].tolist()
+        is_full = len(request.tokens) + count >= request.max_length
+        if row.matcher is not None:
+            row.matcher.append(tokens)
+            done = done or row.matcher.is_over
+            if not is_full and row.matcher.is_stuck:
+                raise GrammarError([request.row])
         self._scheduler.decoded(request.row, tokens, done)
         # The newest token, the next root, has no hidden states yet: the target has not read it.
         row.sent_tokens = len(request.tokens) - 1
@@ -503,11 +529,17 @@ class Clients:
         self._counts["generated"] += count
         # Copies: a view would keep the arrays of all rows in memory until it is sent.
         arrays = {name: np.array(array[index, :count]) for name, array in checked.told.items()}
-        over = ""
+        over, completed = "", None
         if done:
-            over = "stop" if tokens[-1] in row.settings["stop_token_ids"] else "length"
+            is_stopped = tokens[-1] in row.settings["stop_token_ids"]
+            if row.matcher is not None:
+                completed = row.matcher.is_complete
+                is_stopped = is_stopped or (row.matcher.is_over and not is_full)
+            over = "stop" if is_stopped else "length"
         accepted = tuple(checked.path[index, 1:count].tolist())
-        self._events.append((row, DraftVerified(accepted, tokens[-1], arrays, over, seconds)))
+        self._events.append(
+            (row, DraftVerified(accepted, tokens[-1], arrays, over, seconds, completed))
+        )
 
     def deliver(self, wait: bool = True) -> None:
         """Deliver the events to the listeners.
@@ -559,7 +591,9 @@ class Clients:
             (recipient, event) for recipient, event in self._events if recipient is not row
         ]
         reason = (
-            str(error) if isinstance(error, LogitsError) else "an error of the server; see its log"
+            str(error)
+            if isinstance(error, LogitsError | GrammarError)
+            else "an error of the server; see its log"
         )
         self._events.append((row, RowDropped(reason)))
         row.draft = None

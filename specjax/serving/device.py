@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,13 @@ import numpy as np
 from specjax import sharding, wire
 from specjax.decoding import constrained_rows, remote_drafts
 from specjax.decoding import rows as device_rows
-from specjax.decoding.constrained import FORCED, forced_draft, reader
+from specjax.decoding.constrained import FORCED, forced_draft, legal_tokens, reader
 from specjax.drafters import Drafter, NoDraft, WithPrediction
 from specjax.drafters.base import remote_input_shapes
 from specjax.drafters.pausable import Pausable
 from specjax.drafts.draft import Draft
 from specjax.errors import InputError
-from specjax.grammars.matcher import mask_words
+from specjax.grammars.matcher import Matcher, mask_words
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.processes import meet
@@ -38,6 +38,9 @@ MAX_READS = 2
 It computes one while the next one waits, so it is never idle. More would delay other requests after
 the prompt is cancelled.
 """
+
+MASKED, COPYING = ("propose", "advance"), ("propose_copies", "advance_copies")
+"""The kinds of programs of masked steps, and of those that copy predictions."""
 
 _TIMED_STEPS = 4
 # The host waits for a prefill chunk by this small program, which follows it. The chunk has no
@@ -173,6 +176,7 @@ class EngineDevice:
         grammars: whether texts may have grammars, so that masked steps are compiled.
         masked: the index of the drafter that drafts in masked steps; None: only forced text is
             drafted.
+        copying: the index of the drafter that copies predictions; None: there is none.
         depth: the depth of the deepest draft.
         state: the decode state; None after `release`.
     """
@@ -222,6 +226,9 @@ class EngineDevice:
         ]
         is_chain = self.reporting in drafting
         self.masked = self.reporting if is_chain else next(iter(drafting), None)
+        self.copying = next(
+            (index for index, drafter in enumerate(drafters) if copies(drafter)), None
+        )
         if grammars:
             deepest.append(FORCED)
         self.depth = max(deepest)
@@ -339,6 +346,8 @@ class EngineDevice:
         table: np.ndarray,
         rows: Sequence[int],
         drafts: Sequence[tuple[np.ndarray, np.ndarray]],
+        matchers: Sequence[Matcher | None] = (),
+        on_error: Callable[[int, Exception], None] | None = None,
     ) -> remote_drafts.VerifiedRows:
         """Verify the drafts of clients, by `specjax.decoding.remote_drafts.verify_rows`.
 
@@ -346,10 +355,21 @@ class EngineDevice:
             table: ``[rows, n]`` the pages of all rows.
             rows: the rows of the drafts.
             drafts: the ``tokens [n]`` and ``parents [n]`` of each row's draft.
+            matchers: the matcher of each row, None for a row without a grammar; empty if no row
+                has a grammar.
+            on_error: as for `specjax.decoding.constrained.legal_tokens`.
         """
-        width = next(width for width in self.sizes.widths if width >= len(rows))
-        arguments = self._verify_arguments(table, width, rows, drafts)
-        self.state, checked = remote_drafts.verify_rows(*arguments, depth=self._clients.depth)
+        widths = self.masked_widths if matchers else self.sizes.widths
+        width = next(width for width in widths if width >= len(rows))
+        arguments, legal = self._verify_arguments(table, width, rows, drafts), None
+        if matchers:
+            *_, tokens, parents, valid = arguments
+            draft = Draft(tokens=tokens, grown=parents, valid=valid, levels=self._clients.depth)
+            vocab_size = self.target.config.vocab_size
+            legal, _ = legal_tokens(matchers, draft, vocab_size, on_error)
+        self.state, checked = remote_drafts.verify_rows(
+            *arguments, legal, depth=self._clients.depth
+        )
         return sharding.everywhere(checked, self.target.mesh)
 
     def decode(
@@ -375,21 +395,30 @@ class EngineDevice:
         )
         return sharding.everywhere(progress, self.target.mesh)
 
-    def propose(self, table: np.ndarray, free: np.ndarray, width: int) -> Draft:
-        """Begin a masked step with the drafter ``masked``, by `constrained_rows.propose_rows`.
+    def propose(self, index: int, table: np.ndarray, free: np.ndarray, width: int) -> Draft:
+        """Begin a masked step with the drafter of an ``index``.
+
+        It is `specjax.decoding.constrained_rows.propose_rows`, with ``masked`` or ``copying``.
 
         Returns:
             The draft. `advance` must be the next call.
         """
-        assert self.masked is not None
         state, draft, drafted = constrained_rows.propose_rows(
-            *self._with(self.masked), table, free, width=width
+            *self._with(index), table, free, width=width
         )
         self._between = state, drafted
         return draft
 
+    def with_tokens(self, draft: Draft, on_host: Draft) -> Draft:
+        """Return a draft from `propose` with the tokens and valid nodes of one on the host."""
+        tokens, valid = on_host.tokens, on_host.valid
+        if self.target.mesh is not None:  # `advance` is compiled for arrays that are placed so
+            tokens, valid = jax.device_put((tokens, valid), draft.tokens.sharding)
+        return replace(draft, tokens=tokens, valid=valid)
+
     def advance(
         self,
+        index: int | None,
         table: np.ndarray,
         free: np.ndarray,
         draft: Draft,
@@ -400,20 +429,20 @@ class EngineDevice:
         """Complete a masked step, by `specjax.decoding.constrained_rows.advance_rows`.
 
         Args:
+            index: the index that `propose` was called with; None: the draft comes from the host.
             table: ``[rows, n]`` the pages of all rows.
             free: ``[rows]`` bool, rows without a text.
-            draft: the draft from `propose`, or one of forced text in numpy arrays.
+            draft: the draft from `propose`, or one of forced text in numpy arrays. Tokens of the
+                former may be numpy arrays.
             legal: ``[width, N, words]`` the legal tokens.
             width: the number of rows.
             logprobs: whether to report log-probabilities.
         """
-        is_forced = isinstance(draft.tokens, np.ndarray)
-        drafter = self._masked_drafter(is_forced)
         state, drafted = self._between or (self.state, None)
         self._between = None
         self.state, progress, _ = constrained_rows.advance_rows(
             self.target,
-            drafter,
+            self._masked_drafter(index),
             state,
             table,
             free,
@@ -425,10 +454,11 @@ class EngineDevice:
         )
         return progress
 
-    def _masked_drafter(self, is_forced: bool) -> Drafter:
-        """Return the drafter of a masked step, or the reader of forced text in its place."""
-        drafter = self.drafters[self.plain if self.masked is None else self.masked]
-        return reader(drafter) if is_forced else drafter
+    def _masked_drafter(self, index: int | None) -> Drafter:
+        """Return the drafter of a masked step; None: the reader of a draft from the host."""
+        if index is not None:
+            return self.drafters[index]
+        return reader(self.drafters[self.plain if self.masked is None else self.masked])
 
     def catch_up(self, table: np.ndarray) -> None:
         """Let the paused drafter read its pending tokens, in all rows."""
@@ -530,13 +560,15 @@ class EngineDevice:
                 lambda: self._lower_decode(table, index, width, logprobs),
             )
 
-        def verify(stage: int, width: int) -> EngineProgram:
+        def verify(stage: int, width: int, is_masked: bool = False) -> EngineProgram:
             def lower() -> Any:
-                return remote_drafts.verify_rows.lower(
-                    *self._verify_arguments(table, width, [], []), depth=self._clients.depth
-                )
+                arguments = self._verify_arguments(table, width, [], [])
+                words = mask_words(self.target.config.vocab_size)
+                masks = np.zeros((width, self._clients.nodes, words), np.uint32)
+                legal = masks if is_masked else None
+                return remote_drafts.verify_rows.lower(*arguments, legal, depth=self._clients.depth)
 
-            return EngineProgram("verify", (width,), stage, lower)
+            return EngineProgram("verify_masked" if is_masked else "verify", (width,), stage, lower)
 
         def admit() -> Any:
             return device_rows.admit.lower(
@@ -574,6 +606,8 @@ class EngineDevice:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
         if self.clients is not None:
             listed += [verify(5, width) for width in widths]
+        if self.clients is not None and self.grammars:
+            listed += [verify(5, width, is_masked=True) for width in self.masked_widths]
         for index in drafting:
             listed += [
                 decode(6, width, index)
@@ -586,22 +620,19 @@ class EngineDevice:
         """Return the programs of masked steps for a number of rows."""
         free, words = self._none(), mask_words(self.target.config.vocab_size)
 
-        def lower_propose() -> Any:
-            assert self.masked is not None
-            return constrained_rows.propose_rows.lower(
-                *self._with(self.masked), table, free, width=width
-            )
+        def lower_propose(index: int) -> Any:
+            return constrained_rows.propose_rows.lower(*self._with(index), table, free, width=width)
 
-        def lower_advance(is_forced: bool, logprobs: bool) -> Any:
+        def lower_advance(index: int | None, logprobs: bool) -> Any:
             state, draft, drafted = self.state, forced_draft([()] * width), None
-            if not is_forced:
+            if index is not None:
                 state, draft, drafted = _shapes_of_results(
-                    lower_propose(), has_mesh=self.target.mesh is not None
+                    lower_propose(index), has_mesh=self.target.mesh is not None
                 )
             legal = np.zeros((width, *draft.tokens.shape[1:], words), np.uint32)
             return constrained_rows.advance_rows.lower(
                 self.target,
-                self._masked_drafter(is_forced),
+                self._masked_drafter(index),
                 state,
                 table,
                 free,
@@ -612,22 +643,24 @@ class EngineDevice:
                 logprobs=self._top(logprobs),
             )
 
-        reports = [False]
-        if self.sizes.max_logprobs and width == self.sizes.rows:
-            reports.append(True)  # requests with log-probabilities decode at this width alone
-        listed = []
-        for is_forced in [True] if self.masked is None else [True, False]:
+        def advance(kind: str, index: int | None, logprobs: bool, stage: int) -> EngineProgram:
+            lower = partial(lower_advance, index, logprobs)
+            return EngineProgram(kind, (width, index is None, logprobs), stage, lower)
+
+        # Requests with log-probabilities decode with all rows, and without copies.
+        reports = [False, True] if self.sizes.max_logprobs and width == self.sizes.rows else [False]
+        listed = [advance("advance", None, logprobs, 4) for logprobs in reports]
+        for index, propose, verify, stage in (
+            (self.masked, "propose", "advance", 4),
+            (self.copying, *COPYING, 6),
+        ):
+            if index is None:
+                continue
             listed += [
-                EngineProgram(
-                    "advance",
-                    (width, is_forced, logprobs),
-                    4,
-                    partial(lower_advance, is_forced, logprobs),
-                )
-                for logprobs in reports
+                advance(verify, index, logprobs, stage)
+                for logprobs in (reports if index == self.masked else [False])
             ]
-        if self.masked is not None:
-            listed.append(EngineProgram("propose", (width,), 4, lower_propose))
+            listed.append(EngineProgram(propose, (width,), stage, partial(lower_propose, index)))
         return listed
 
     def time_decoding(self, settings: dict[str, Any], width: int, index: int) -> float:

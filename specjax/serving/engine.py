@@ -263,7 +263,7 @@ class Engine:
             growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
         matcher = None
         if params.grammar is not None:
-            matcher = self._matcher(params.grammar, settings, predicted_tokens)
+            matcher = self._matcher(params.grammar, settings)
         options = OutputOptions(
             logprobs=logprobs,
             echo=echo,
@@ -324,13 +324,13 @@ class Engine:
         tokens = self.encode(tokens)
         length = len(tokens) if prompt_length is None else prompt_length
         params = SamplingParams.of(params, stated, function=self.open_row)
+        settings, matcher = self._config.settings(params, length), None
         if params.grammar is not None:
-            raise InputError("grammar: not supported for clients that draft; leave it out")
-        settings = self._config.settings(params, length)
+            matcher = self._matcher(params.grammar, settings, tokens[length:])
         with self._loop.wake:
             self._loop.check_open()
             return self._loop.clients.open(
-                tokens, length, params.max_new_tokens, known, settings, listener, owner
+                tokens, length, params.max_new_tokens, known, settings, listener, owner, matcher
             )
 
     @property
@@ -447,19 +447,32 @@ class Engine:
         """
         if self._config.grammars is None:
             raise InputError("grammar: this engine has no grammars; give Engine(grammars=True)")
-        return self._config.grammars.compile(grammar)
+        return self._config.grammars.compile(grammar, is_bounded=True)
 
     def _matcher(
-        self,
-        grammar: Grammar,
-        settings: Mapping[str, Any],
-        prediction: Sequence[int],
+        self, grammar: Grammar, settings: Mapping[str, Any], output: Sequence[int] = ()
     ) -> Matcher:
-        """Return the matcher of a request, after a check of what it asks for beside a grammar."""
-        if prediction:
-            raise InputError("prediction: not supported together with a grammar; leave it out")
+        """Return the matcher of a request that has some output already.
+
+        Raises:
+            InputError: This engine has no grammars, or the grammar cannot be compiled, or the
+                output cannot go on under it.
+        """
         stop_ids = tuple(int(i) for i in settings["stop_token_ids"] if i >= 0)
-        return self.compile_grammar(grammar).matcher(stop_ids)
+        matcher = self.compile_grammar(grammar).matcher(stop_ids)
+        try:
+            matcher.append(output)
+        except RuntimeError as error:
+            raise InputError(
+                f"tokens: the {len(output)} tokens after the prompt do not satisfy the grammar:"
+                f" {error}"
+            ) from None
+        if output and (matcher.is_over or matcher.is_stuck):
+            raise InputError(
+                f"tokens: no token can follow the {len(output)} tokens after the prompt, because of"
+                " the grammar or of a stop token"
+            )
+        return matcher
 
     def _check_output_options(
         self, params: SamplingParams, logprobs: int | None, echo: bool, spans: bool

@@ -20,7 +20,13 @@ import numpy as np
 
 from specjax import processes, text
 from specjax.decoding import rows as device_rows
-from specjax.decoding.constrained import FORCED, forced_draft, forced_is_longer, legal_tokens
+from specjax.decoding.constrained import (
+    FORCED,
+    begin_with_forced,
+    forced_draft,
+    forced_is_longer,
+    legal_tokens,
+)
 from specjax.decoding.stats import Stats
 from specjax.drafters.pausable import ROOM
 from specjax.errors import GrammarError, InputError, LogitsError
@@ -29,7 +35,7 @@ from specjax.models.cache import groups_of
 from specjax.serving.choice import Copies, DraftChoice
 from specjax.serving.clients import ClientRow, Clients
 from specjax.serving.config import EngineConfig
-from specjax.serving.device import EngineDevice, is_paused
+from specjax.serving.device import COPYING, MASKED, EngineDevice, is_paused
 from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
@@ -37,9 +43,6 @@ from specjax.serving.statistics import EngineStatistics, copies_of, difference
 from specjax.serving.totals import Totals
 
 _LOGGER = logging.getLogger(__name__)
-
-_MASKED = ("propose", "advance")
-"""The kinds of programs that masked steps need."""
 
 
 class EngineLoop:
@@ -290,20 +293,22 @@ class EngineLoop:
             self.wake.notify_all()
 
     def _held_back(self) -> list[str]:
-        """Return the needs of requests ("logprobs", "clients", "grammars") that are not ready."""
+        """Return the needs of requests, such as "logprobs" or "grammars", that are not ready."""
         needs, is_ready, sizes = [], self.programs.is_ready, self.sizes
         if not (
             is_ready("read", sizes.chunk, True, False)
             and is_ready("decode", sizes.rows, self.device.reporting, True)
         ):
             needs.append("logprobs")
-        if not self.programs.are_ready(*_MASKED):
+        if not self.programs.are_ready(*MASKED):
             needs.append("grammars")
         are_ready = [is_ready("verify", width) for width in sizes.widths]
         if self.device.remote_drafter is not None:
             are_ready += [is_ready("read", size, False, True) for size in sizes.read_widths]
         if not all(are_ready):
             needs.append("clients")
+        if not (all(are_ready) and self.programs.are_ready("verify_masked")):
+            needs.append("clients' grammars")
         return needs
 
     def _next_untimed(self) -> tuple[int, int] | None:
@@ -542,7 +547,7 @@ class EngineLoop:
         if self._pending and (not pauses or self._pending + steps > ROOM):
             self._catch_up(table)
         if is_masked:
-            progress = self._step_masked(table, to_retire, width, snapshot, logprobs)
+            progress = self._step_masked(index, table, to_retire, width, snapshot, logprobs)
             return self._record_call(progress, snapshot)
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
@@ -569,13 +574,17 @@ class EngineLoop:
         running = self.scheduler.running
         index = self.device.plain if self.device.masked is None else self.device.masked
         requests = filter(None, map(self.scheduler.request_of, running))
-        if any(self.handles[it].output_options.logprobs is not None for it in requests):
+        options = [self.handles[request].output_options for request in requests]
+        if any(it.logprobs is not None for it in options):
             return self.sizes.rows, index, True
+        if any(it.prediction for it in options) and self.programs.are_ready(*COPYING):
+            index = index if self.device.copying is None else self.device.copying
         width = next(width for width in self.device.masked_widths if width >= len(running))
         return width, index, False
 
     def _step_masked(
         self,
+        index: int,
         table: np.ndarray,
         to_retire: np.ndarray,
         width: int,
@@ -597,20 +606,28 @@ class EngineLoop:
         forced: list[Sequence[int]] = [()] * width
         for row, matcher in enumerate(matchers):
             try:
-                forced[row] = () if matcher is None else matcher.forced(FORCED)
+                if matcher is not None:
+                    matcher.begin_step()
+                    forced[row] = matcher.forced(FORCED)
             except Exception as error:  # only this text ends
                 give_up(row, error)
                 matchers[row] = None
-        vocab_size = self.device.target.config.vocab_size
-        index = self.device.masked
-        depth = 0 if index is None else self.device.drafters[index].draft_shape.depth
-        if index is None or forced_is_longer(forced, len(snapshot), 1 + depth / 2):
-            draft = on_host = forced_draft(forced)
+        depth = self.device.drafters[index].draft_shape.depth
+        is_copying = index == self.device.copying
+        is_forced = not is_copying and forced_is_longer(forced, len(snapshot), 1 + depth / 2)
+        if is_forced or depth == 0:
+            drafting, draft = None, forced_draft(forced)
+            on_host = draft
         else:
-            draft = self.device.propose(table, to_retire, width)
+            drafting, draft = index, self.device.propose(index, table, to_retire, width)
             on_host = jax.device_get(replace(draft, q=None))
+        if is_copying and any(forced):
+            # A drafter that copies takes any draft, so that some rows can have forced text.
+            on_host = begin_with_forced(on_host, forced)
+            draft = self.device.with_tokens(draft, on_host)
+        vocab_size = self.device.target.config.vocab_size
         legal, _ = legal_tokens(matchers, on_host, vocab_size, give_up)
-        progress = self.device.advance(table, to_retire, draft, legal, width, logprobs)
+        progress = self.device.advance(drafting, table, to_retire, draft, legal, width, logprobs)
         self._deliver()  # the texts of the previous call, while the device works on this one
         return jax.device_get(progress)
 

@@ -8,7 +8,7 @@ them.
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from specjax.decoding import remote_drafts
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter
+from specjax.grammars import Matcher
 from specjax.models.transformer import Target
 from specjax.processes import Processes
 from specjax.sampling import SAMPLING_NAMES
@@ -209,8 +210,11 @@ class LeadingDevice(EngineDevice):
         table: np.ndarray,
         rows: Sequence[int],
         drafts: Sequence[tuple[np.ndarray, np.ndarray]],
+        matchers: Sequence[Matcher | None] = (),
+        on_error: Callable[[int, Exception], None] | None = None,
     ) -> remote_drafts.VerifiedRows:
-        """Send the call, and make it as `EngineDevice.verify`."""
+        """Send the call, and make it as `EngineDevice.verify`. No row has a grammar."""
+        assert not matchers
         packed = [(HostArray.of(tokens), HostArray.of(parents)) for tokens, parents in drafts]
         self._send(Verify(HostArray.of(table), list(rows), packed))
         return super().verify(table, rows, drafts)

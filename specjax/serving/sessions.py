@@ -64,9 +64,11 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from specjax import wire
 from specjax.errors import InputError
+from specjax.grammars import Grammar
 from specjax.sampling import SAMPLING_NAMES
 from specjax.sampling_params import SamplingParams
 from specjax.serving import clients
@@ -84,6 +86,14 @@ MAX_UNSENT = 2**28
 """The upper limit of bytes that wait to be sent over a connection.
 
 A client that is cut off for this reason may connect again and resume.
+"""
+
+
+CompileGrammar = Callable[[Grammar, Callable[[InputError | None], None]], None]
+"""A function that compiles a grammar in another thread.
+
+It returns at once, and calls its second argument in that thread when it is done: with None, or with
+the reason why the grammar is refused.
 """
 
 
@@ -209,6 +219,7 @@ class Connection:
         counted_as: the name under which its sessions and rows count for the limits; empty: they do
             not count.
         unsent: the bytes that were passed to ``send`` and are not reported by `sent` yet.
+        is_lost: whether it is closed.
     """
 
     def __init__(
@@ -221,7 +232,7 @@ class Connection:
     ) -> None:
         self.owner, self.counted_as, self.unsent = owner, counted_as, 0
         self._sessions, self._send, self._close = sessions, send, close
-        self._is_lost = False
+        self.is_lost = False
 
     def receive(self, frame: bytes) -> None:
         """Process a frame of the client.
@@ -229,7 +240,7 @@ class Connection:
         Raises:
             FrameError: The frame is invalid, and the connection must be closed.
         """
-        if not self._is_lost:
+        if not self.is_lost:
             self._sessions.receive(self, frame)
 
     def sent(self, count: int) -> None:
@@ -238,7 +249,7 @@ class Connection:
 
     def lost(self) -> None:
         """Note that the connection is closed. Its sessions are away."""
-        self._is_lost = True
+        self.is_lost = True
         self._sessions.leave(self)
 
     def send(self, message: wire.DownMessage) -> int:
@@ -246,7 +257,7 @@ class Connection:
 
         If too many bytes wait already, nothing is sent, and the connection is closed.
         """
-        if self._is_lost:
+        if self.is_lost:
             return 0
         frame = wire.encode(message)
         if self.unsent + len(frame) > self._sessions.terms.max_unsent_bytes:
@@ -327,6 +338,7 @@ def _params_of(message: wire.OpenMessage) -> SamplingParams:
         seed=message.seed,
         max_new_tokens=message.limit,
         eos_token_ids=None if message.eos is None else tuple(message.eos),
+        grammar=None if message.grammar is UNSET else Grammar.of_source(message.grammar),
     )
 
 
@@ -364,6 +376,7 @@ class Sessions:
         post: Callable[[Callable[[], None]], object],
         clock: Callable[[], float] = time.monotonic,
         make_id: Callable[[], bytes] = partial(secrets.token_bytes, 16),
+        compile_grammar: CompileGrammar | None = None,
     ) -> None:
         """Start without sessions.
 
@@ -373,10 +386,15 @@ class Sessions:
             post: a function, for any thread, that calls its argument later in the sessions' thread.
             clock: returns the time in seconds.
             make_id: returns sixteen bytes that cannot be guessed.
+            compile_grammar: compiles the grammars of clients in another thread; None: the engine
+                compiles each of them when it opens the row, in the sessions' thread.
         """
         self.terms, self.statistics, self.is_draining = terms, SessionStatistics(), False
         self._engine, self._post, self._clock, self._make_id = engine, post, clock, make_id
         self._sessions: dict[bytes, _Session] = {}
+        self._compile_grammar = compile_grammar
+        # The connections of Opens whose grammars are being compiled, by owner and nonce.
+        self._compiling: dict[tuple[str, bytes], Connection] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -433,7 +451,10 @@ class Sessions:
         self.statistics.bytes_up += len(frame)
         message = wire.decode_up(frame)
         if isinstance(message, wire.OpenMessage):
-            self._open(connection, message)
+            if message.grammar is UNSET or self._compile_grammar is None:
+                self._open(connection, message)
+            else:
+                self._open_compiled(connection, message, self._compile_grammar)
             return
         session = self._sessions.get(message.session)
         # For another owner a session does not exist, so that nobody learns of it.
@@ -448,6 +469,45 @@ class Sessions:
             self._refuse_epoch(connection, session, message.epoch)
         else:
             self._draft(connection, session, message)
+
+    def _open_compiled(
+        self, connection: Connection, message: wire.OpenMessage, compile_grammar: CompileGrammar
+    ) -> None:
+        """Have the grammar of an Open compiled, and then open the session."""
+        owner, nonce = key = connection.owner, message.nonce
+        if any(session.is_of(owner, nonce) for session in self._sessions.values()):
+            self._open(connection, message)  # the message was repeated
+            return
+        if key in self._compiling:
+            self._compiling[key] = connection  # the answer goes to the newest connection
+            return
+        if (refusal := self._refusal(message)) is None:
+            waiting = sum(counted_as == owner for counted_as, _ in self._compiling)
+            if waiting >= self.terms.max_of_owner:
+                refusal = "full", f"{waiting} grammars wait to be compiled; try again later"
+            try:
+                grammar = _params_of(message).grammar
+            except InputError as error:
+                refusal = "invalid", str(error)
+        if refusal is not None:
+            self._send(connection, wire.RefusedMessage(code=refusal[0], message=refusal[1][:1000]))
+            return
+        self._compiling[key] = connection
+
+        def go_on(error: InputError | None) -> None:
+            newest = self._compiling.pop(key)
+            if error is not None:
+                code = "full" if isinstance(error, QueueFullError) else "invalid"
+                refused = wire.RefusedMessage(code=code, message=str(error)[:1000])
+                self._send(newest, refused)
+            elif not newest.is_lost:
+                self._open(newest, message)
+
+        def post(error: InputError | None) -> None:
+            self._post(partial(go_on, error))
+
+        assert grammar is not None
+        compile_grammar(grammar, post)
 
     def _open(self, connection: Connection, message: wire.OpenMessage) -> None:
         """Open a session, and have its text prefilled."""
@@ -826,6 +886,9 @@ class Sessions:
             arrays=self._packed(session, event.arrays),
             over=event.over,  # pyright: ignore[reportArgumentType] - the same literals
             seconds=event.seconds,
+            grammar_completed=(
+                UNSET if event.grammar_completed is None else event.grammar_completed
+            ),
         )
         # Stored until the next draft: if the verdict is lost on the way, the draft is repeated.
         session.draft, session.last_round, session.over = None, (draft, verdict), event.over

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from specjax.wire.arrays import ArrayBytes, Precision, unpack
 
@@ -33,6 +33,9 @@ MOST_DOWN = 2**25
 
 MOST_ARRAYS = 16
 """The maximum number of arrays of a message."""
+
+MOST_GRAMMAR = 2**18
+"""The maximum number of characters of a grammar."""
 
 NO_PARENT = 255
 """The value that stands for the parent of the root, which has none."""
@@ -94,6 +97,8 @@ class OpenMessage(_WireMessage, frozen=True, kw_only=True, tag="open"):
         drafter: the fingerprint of the expected drafter; empty for any.
         precision: the format of the hidden states that the server sends.
         known: the client has the hidden states of this many tokens, counted from the first.
+        grammar: the grammar that the text must satisfy, as `specjax.grammars.Grammar.source`. Not
+            sent without a grammar.
 
     Examples:
         >>> from specjax.wire import OpenMessage, decode_up, encode, pack
@@ -118,6 +123,7 @@ class OpenMessage(_WireMessage, frozen=True, kw_only=True, tag="open"):
     drafter: _Name = ""
     precision: Precision = "float32"
     known: _Count = 0
+    grammar: Annotated[str, Meta(max_length=MOST_GRAMMAR)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         """Raise ValueError if the fields contradict each other."""
@@ -310,6 +316,8 @@ class VerdictMessage(_WireMessage, frozen=True, kw_only=True, tag="verdict"):
             accepted tokens.
         over: "stop" or "length" if the text ends with this token, else empty.
         seconds: the duration of the verification.
+        grammar_completed: whether the text satisfies its grammar as a whole. Only sent when a text
+            with a grammar ends.
 
     Examples:
         >>> from specjax.wire import VerdictMessage
@@ -329,6 +337,7 @@ class VerdictMessage(_WireMessage, frozen=True, kw_only=True, tag="verdict"):
     arrays: _Arrays = {}
     over: Literal["", "stop", "length"] = ""
     seconds: Annotated[float, Meta(ge=0)] = 0.0
+    grammar_completed: bool | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         """Raise ValueError if an array has another number of tokens."""

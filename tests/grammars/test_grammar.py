@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.decoding import generation
 from specjax.errors import InputError
 from specjax.grammars import GrammarCompiler
 from tests.grammars.tokenizers_for_tests import small_tokenizer
@@ -150,7 +151,10 @@ def test_a_grammar_is_compiled_once(compiler) -> None:
     assert compiler.compile(specjax.Choice(["a", "b"])) is first
 
 
-def test_a_grammar_for_another_vocabulary_is_refused(target) -> None:
+def test_a_grammar_for_another_vocabulary_is_refused_before_anything_runs(
+    target, monkeypatch
+) -> None:
+    monkeypatch.setattr(generation, "prefill", None)
     compiled = GrammarCompiler(small_tokenizer(), 20).compile(specjax.Regex("a"))
     with pytest.raises(InputError, match=r"compiled for 20 tokens, and the target has 11"):
         specjax.generate(target, None, [[1]], grammar=compiled)

@@ -113,12 +113,12 @@ def test_programs_can_be_lowered_in_the_middle_of_a_masked_step() -> None:
         config = served._config
     device = config.device(None)
     table, free = np.full((4, 8), device.sizes.pages, np.int32), np.ones(4, bool)
-    draft = device.propose(table, free, 4)
+    draft = device.propose(device.copying, table, free, 4)
     programs = device.programs(config.placeholder_settings())
     for program in programs:
         program.lower()
     legal, _ = legal_tokens([None] * 4, jax.device_get(draft), VOCABULARY)
-    progress = device.advance(table, free, draft, legal, 4, False)
+    progress = device.advance(device.copying, table, free, draft, legal, 4, False)
     assert progress.done.all() and len(programs) > 10
 
 
@@ -138,9 +138,7 @@ def test_a_text_that_no_token_ends_stops_with_its_grammar() -> None:
 @pytest.mark.full
 def test_what_is_not_supported_is_refused_by_name() -> None:
     grammar = specjax.Regex("(ab)+")
-    with engine(max_logprobs=2, max_prediction=2, warm=False) as served:
-        with pytest.raises(InputError, match="prediction: not supported together"):
-            served.submit(PROMPTS[0], grammar=grammar, prediction=[1, 2])
+    with engine(warm=False) as served:
         with pytest.raises(InputError, match=r"grammar='a': give specjax\.JsonSchema"):
             served.submit(PROMPTS[0], grammar="a")
         with pytest.raises(InputError, match="grammar="):
@@ -182,6 +180,54 @@ def test_log_probabilities_and_predictions_beside_and_under_a_grammar() -> None:
     np.testing.assert_allclose(logprobs(beside), logprobs(reported), atol=1e-4)
     for handle in constrained:
         assert len(logprobs(handle)) == len(handle.tokens)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafter", ["none", "dynamic tree"])
+def test_a_prediction_changes_the_time_of_a_constrained_text_alone(drafter) -> None:
+    """Check right, wrong and illegal predictions beside a free row, with few pages."""
+    grammars = [*GRAMMARS.values(), None]
+    texts = [
+        expected(prompt, grammars[index % len(grammars)], index, float(index % 2))
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    predictions = [list(text) for text in texts]
+    for index, prediction in enumerate(predictions):
+        if index % 3:
+            prediction[len(prediction) // 2] = (prediction[len(prediction) // 2] + 1) % END
+    predictions[3] = predictions[8] = [7] * NEW
+    with engine(drafter, pages=9, max_prediction=6) as served:
+        served.submit(PROMPTS[0], max_new_tokens=2).result(timeout=60)
+        before = compilations()
+        handles = [
+            served.submit(
+                prompt,
+                max_new_tokens=NEW,
+                temperature=float(index % 2),
+                seed=index,
+                eos_token_ids=(END,),
+                grammar=grammars[index % len(grammars)],
+                prediction=None if index == 11 else predictions[index],
+            )
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        results = [list(handle.result(timeout=120).tokens) for handle in handles]
+        alone = served.submit(
+            PROMPTS[1],
+            max_new_tokens=NEW,
+            temperature=1.0,
+            seed=1,
+            eos_token_ids=(END,),
+            grammar=grammars[1],
+            prediction=texts[1],
+        )
+        alone.result(timeout=60)
+        assert compilations() == before
+        assert served.statistics.preemptions > 0
+    assert results == texts
+    assert alone.predicted_tokens == len(texts[1])
+    # Six copied tokens and the target's own take one step.
+    assert alone.result().statistics.steps <= -(-len(texts[1]) // 7) + 1
 
 
 @pytest.mark.full

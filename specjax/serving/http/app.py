@@ -29,6 +29,7 @@ from specjax.serving.http.responses import (
     UNEXPECTED,
     draining_error,
     engine_message,
+    engine_status,
     error_response,
     json_response,
 )
@@ -223,7 +224,8 @@ async def _answer_http_error(request: Request, error: Any) -> Response:
 
 
 async def _answer_engine_error(request: Request, error: Any) -> Response:
-    return json_response(error_object(500, engine_message(error), code="engine_error"), 500)
+    status = engine_status(error)
+    return json_response(error_object(status, engine_message(error), code="engine_error"), status)
 
 
 async def _answer_cancelled(request: Request, error: Any) -> Response:

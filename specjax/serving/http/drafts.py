@@ -12,8 +12,15 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from specjax.serving.http.places import network_of, networks
-from specjax.serving.sessions import Connection, Sessions, SessionStatistics, Terms
+from specjax.serving.sessions import (
+    CompileGrammar,
+    Connection,
+    Sessions,
+    SessionStatistics,
+    Terms,
+)
 from specjax.wire import MOST_UP, FrameError
+from specjax.wire.messages import MOST_GRAMMAR
 
 CLOSING = 5.0
 """The seconds that a client has to read the close frame."""
@@ -28,7 +35,11 @@ class Drafts:
     """
 
     def __init__(
-        self, engine: Any, sessions_per_owner: int | None = None, trusted: Sequence[str] = ()
+        self,
+        engine: Any,
+        sessions_per_owner: int | None = None,
+        trusted: Sequence[str] = (),
+        compile_grammar: CompileGrammar | None = None,
     ) -> None:
         """Start without clients.
 
@@ -36,6 +47,7 @@ class Drafts:
             engine: an engine that accepts drafts of clients.
             sessions_per_owner: the limit of `specjax.serving.sessions.Terms`.
             trusted: addresses or networks without a limit of sessions, such as proxies.
+            compile_grammar: the argument of `specjax.serving.sessions.Sessions`.
         """
         bounds = engine.client_drafts
         tells = bounds.tells(engine.target)
@@ -49,8 +61,16 @@ class Drafts:
             sessions_per_owner=sessions_per_owner,
         )
         self._trusted = networks(trusted)
-        self.sessions = Sessions(engine, terms, post=self._post)
-        self.max_frame_bytes = min(MOST_UP, 4 * engine.capacity + 4096)
+        has_grammars = engine.has_grammars
+        self.sessions = Sessions(
+            engine,
+            terms,
+            post=self._post,
+            compile_grammar=compile_grammar if has_grammars else None,
+        )
+        self.max_frame_bytes = min(
+            MOST_UP, 4 * engine.capacity + 4096 + MOST_GRAMMAR * has_grammars
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property

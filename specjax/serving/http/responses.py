@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from specjax.errors import LogitsError
+from specjax.errors import InputError, LogitsError
 from specjax.evaluation.metrics import Acceptance
 from specjax.serving.handle import EngineError, Handle, Piece
 from specjax.serving.http.errors import RequestError
@@ -375,9 +375,14 @@ def draining_error() -> RequestError:
     )
 
 
+def engine_status(error: EngineError) -> int:
+    """Return the status of an error of the engine: 400 where the request's grammar is the cause."""
+    return 400 if isinstance(error.__cause__, InputError) else 500
+
+
 def engine_message(error: EngineError) -> str:
     """Return the message for clients about an error of the engine."""
-    # The message of a LogitsError is in the error's own message already.
-    if error.__cause__ is None or isinstance(error.__cause__, LogitsError):
+    # The message of such a cause is in the error's own message already.
+    if error.__cause__ is None or isinstance(error.__cause__, LogitsError | InputError):
         return str(error)
     return f"{error}: {type(error.__cause__).__name__}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specjax.errors import InputError
+from specjax.grammars import CheckerBusyError, Grammar, GrammarChecker
 from specjax.sampling import SAMPLING_NAMES
 from specjax.serving.engine import Engine
 from specjax.serving.handle import Handle, TextCancelledError
@@ -35,6 +36,9 @@ IGNORED_HEADER = "X-Specjax-Ignored"
 
 MAX_NAMES_LOGGED = 256
 """The number of unknown parameters that are logged, each once. Clients may invent any number."""
+
+_CHECKING_THREADS = 32
+"""More threads than the checker takes grammars, so that known grammars do not wait for others."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,12 +97,15 @@ class Service:
         texts: the texts of single tokens.
         drafts: the clients that draft; None: the engine accepts no drafts of clients.
         metrics: the metrics for Prometheus.
+        grammar_checker: the checker of requests' grammars; None: they are compiled at once.
         created: when the service was made, in seconds since 1970.
         is_draining: whether new requests are refused, because the server shuts down.
     """
 
-    def __init__(self, engine: Engine, options: AppOptions) -> None:
-        self.engine, self.options = engine, options
+    def __init__(
+        self, engine: Engine, options: AppOptions, grammar_checker: GrammarChecker | None = None
+    ) -> None:
+        self.engine, self.options, self.grammar_checker = engine, options, grammar_checker
         config, tokenizer = engine.target.config, engine.tokenizer
         self.limits = Limits(
             names=options.names,
@@ -116,14 +123,21 @@ class Service:
         self._max_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))
         self.drafts = None
         if engine.client_drafts is not None:
-            self.drafts = Drafts(engine, options.client_sessions, options.trusted_proxies)
+            self.drafts = Drafts(
+                engine,
+                options.client_sessions,
+                options.trusted_proxies,
+                self._compile_for_client,
+            )
         self.metrics = Metrics(engine, options.names[0], self.drafts and self.drafts.statistics)
         self.is_draining = False
         self.created = int(time.time())
         self._submissions: set[Submission] = set()
         self._threads = ThreadPoolExecutor(2, "specjax-requests")
-        # Grammars that take long to compile do not keep other requests from being tokenized.
-        self._grammar_threads = ThreadPoolExecutor(2, "specjax-grammars")
+        # Grammars that take long to compile do not keep other requests from being tokenized. The
+        # checker bounds how many are compiled at a time, and how many wait.
+        threads = 2 if grammar_checker is None else _CHECKING_THREADS
+        self._grammar_threads = ThreadPoolExecutor(threads, "specjax-grammars")
         self._logged_names: set[str] = set()
         self._places_lock = threading.Lock()
 
@@ -143,12 +157,46 @@ class Service:
 
         def work() -> None:
             try:
-                self.engine.compile_grammar(grammar)
+                self._compile(grammar)
+            except CheckerBusyError as error:
+                message, headers = f"{name}: {error}", {"Retry-After": "1"}
+                raise RequestError(429, message, code="queue_full", headers=headers) from None
             except InputError as error:
                 message = str(error).removeprefix(f"grammar={grammar!r}: ")
                 raise invalid(name, f"{name}: {message}") from None
 
         await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
+
+    def _compile(self, grammar: Grammar) -> None:
+        """Check and compile a grammar, so that the engine finds it compiled. It blocks its thread.
+
+        Raises:
+            InputError: the grammar is wrong or exceeds a bound.
+            CheckerBusyError: too many grammars wait to be checked.
+        """
+        if self.grammar_checker is not None:
+            self.grammar_checker.check(grammar)
+        self.engine.compile_grammar(grammar)
+
+    def _compile_for_client(
+        self, grammar: Grammar, go_on: Callable[[InputError | None], None]
+    ) -> None:
+        """Compile a grammar as `specjax.serving.sessions.CompileGrammar` describes."""
+
+        def work() -> None:
+            error = None
+            try:
+                self._compile(grammar)
+            except CheckerBusyError as busy:
+                error = QueueFullError(f"grammar: {busy}")
+            except InputError as refusal:
+                error = refusal
+            except Exception:
+                _LOG.exception("a client's grammar failed; the others continue")
+                error = InputError("grammar: it failed in the server; see its log")
+            go_on(error)
+
+        self._grammar_threads.submit(work)
 
     def ignored_header(self, names: Sequence[str]) -> dict[str, str]:
         """Return the header that names the unknown parameters of a request, and log new ones."""

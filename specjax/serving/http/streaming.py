@@ -10,7 +10,13 @@ from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledErro
 from specjax.serving.http import responses
 from specjax.serving.http.errors import error_object
 from specjax.serving.http.requests import TextRequest
-from specjax.serving.http.responses import UNEXPECTED, draining_error, engine_message, json_response
+from specjax.serving.http.responses import (
+    UNEXPECTED,
+    draining_error,
+    engine_message,
+    engine_status,
+    json_response,
+)
 from specjax.serving.http.service import Service
 
 
@@ -104,7 +110,7 @@ async def _stream(
         # The client is still connected, so the server is shutting down.
         await put(responses.event(draining_error().object))
     except EngineError as error:
-        await put(responses.event(error_object(500, engine_message(error))))
+        await put(responses.event(error_object(engine_status(error), engine_message(error))))
     except Exception:
         await put(responses.event(error_object(500, UNEXPECTED)))
         raise  # for the log

@@ -1,0 +1,227 @@
+"""The process in which a server's grammars are compiled first, and the one way to compile them.
+
+`specjax.grammars.checker` starts this file as a program. It imports neither JAX nor the rest of
+specjax, so that it starts in a moment and stays small. It builds the tokenizer once. Each grammar
+is compiled in a process that is forked from it, and that the system ends at its bounds of memory
+and time. Messages are lines of JSON. Nothing in a grammar is executed.
+"""
+
+import ctypes
+import json
+import os
+import random
+import resource
+import selectors
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROW_LIMITS: Mapping[str, Any] = {
+    "max_items_in_row": 200,
+    "step_max_items": 15_000,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
+}
+"""Limits of llguidance with which a mask takes at most some 10 ms.
+
+An ambiguous grammar has more and more items, and each new one is compared with all others of its
+row. A text whose grammar exceeds a limit ends with an error.
+"""
+
+_LIBC = ctypes.CDLL(None)
+
+WALL_FACTOR = 4
+"""A check may take this many times its CPU seconds, because other processes need the CPU, too."""
+
+_PR_SET_PDEATHSIG = 1
+"""The number of prctl with which a process asks for a signal at its parent's end."""
+
+_WALK = 12
+"""The tokens of a legal text that is tried. It finds what crashes a few tokens later."""
+
+
+def build_tokenizer(tokenizer: Any, vocab_size: int, end_id: int | None) -> Any:
+    """Return llguidance's tokenizer.
+
+    Args:
+        tokenizer: the text of tokenizer.json, or a wrapped tokenizer.
+        vocab_size: the number of tokens of the target.
+        end_id: the token that ends a text, if there is one.
+    """
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_id)
+
+
+def compile_source(tokenizer: Any, source: str, limits: Mapping[str, Any] | None) -> Any:
+    """Return llguidance's matcher, with its first mask, or with an error.
+
+    Args:
+        tokenizer: llguidance's tokenizer.
+        source: the grammar in the form that llguidance reads.
+        limits: limits such as `ROW_LIMITS`; None: llguidance's own.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    parser_limits = None if limits is None else LLParserLimits(**limits)
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=parser_limits)
+    if not matcher.is_error():
+        # Some errors, such as cycles of references, appear with the first mask only.
+        matcher.compute_bitmask()
+    return matcher
+
+
+def first_line(error: str) -> str:
+    """Return the first line of an error of llguidance."""
+    return error.strip().splitlines()[0] if error.strip() else "llguidance refuses it"
+
+
+def default_stack() -> int:
+    """Return the bytes of stack that a new thread has by default."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return 2 * 2**20 if soft == resource.RLIM_INFINITY else soft
+
+
+def main() -> None:
+    """Build the tokenizer of the first line, and compile the grammar of each further line."""
+    lines = _Lines(0)
+    settings = next(lines)
+    try:
+        tokenizer = build_tokenizer(
+            settings["tokenizer"], settings["vocab_size"], settings["end_id"]
+        )
+    except ValueError as error:
+        _answer(error=str(error))
+        return
+    del settings["tokenizer"]
+    _answer(error="")
+    workers: dict[int, tuple[int, Any]] = {}  # by pipe: the process and the number of its check
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd != 0:
+                    selector.unregister(key.fd)
+                    _collect(key.fd, *workers.pop(key.fd))
+                    continue
+                for request in lines.arrived():
+                    fd, process = _fork(tokenizer, request["source"], settings)
+                    workers[fd] = process, request["check"]
+                    selector.register(fd, selectors.EVENT_READ)
+                if lines.is_over:
+                    for process, _ in workers.values():
+                        os.kill(process, signal.SIGKILL)
+                    return
+
+
+def _fork(tokenizer: Any, source: str, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Compile a grammar in a new process. Return the pipe of its answer, and its id."""
+    reads, writes = os.pipe()
+    process = os.fork()
+    if process:
+        os.close(writes)
+        return reads, process
+    try:
+        # The server sees the end of this process's parent by its pipes, which only that one holds.
+        for fd in (reads, 0, 1):
+            os.close(fd)
+        _limit_this_process(settings)
+        matcher = compile_source(tokenizer, source, settings["limits"])
+        error = first_line(matcher.get_error()) if matcher.is_error() else ""
+        if not error:
+            _walk(tokenizer, matcher)
+        os.write(writes, json.dumps({"error": error[:1000]}).encode())
+    except MemoryError:
+        os.kill(os.getpid(), signal.SIGABRT)  # as llguidance does without memory
+    finally:
+        os._exit(0)
+
+
+def _limit_this_process(settings: Mapping[str, Any]) -> None:
+    """Let the system end this process at its bounds, and with its parent."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    memory = pages * resource.getpagesize() + int(settings["megabytes"] * 1e6)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The server compiles and reads in threads. What passes here has room to spare there.
+    stack = settings["stack"] // 2
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    signal.setitimer(signal.ITIMER_PROF, settings["seconds"])  # CPU time; its signal ends us
+    signal.setitimer(signal.ITIMER_REAL, settings["seconds"] * WALL_FACTOR)
+
+
+def _walk(tokenizer: Any, matcher: Any) -> None:
+    """Follow a random legal text. Errors are ignored: a real text may never come there."""
+    rng, ends = random.Random(0), set(tokenizer.eos_tokens)
+    for _ in range(_WALK):
+        mask = matcher.compute_bitmask()
+        words = [index for index, byte in enumerate(mask) if byte]
+        if matcher.is_error() or not words:
+            return
+        byte = rng.choice(words)
+        bits = [8 * byte + bit for bit in range(8) if mask[byte] >> bit & 1]
+        token = rng.choice(bits)
+        if token in ends or matcher.try_consume_tokens([token]) != 1 or matcher.is_stopped():
+            return
+        matcher.compute_ff_tokens()
+
+
+def _collect(fd: int, process: int, check: Any) -> None:
+    """Answer a check whose process has ended."""
+    with os.fdopen(fd, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(process, 0)
+    signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    try:
+        error = json.loads(answer)["error"]
+    except ValueError:
+        _answer(check=check, error="", signal=signal_number or int(signal.SIGKILL))
+    else:
+        _answer(check=check, error=error, signal=signal_number)
+
+
+def _answer(**values: Any) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+class _Lines:
+    """The lines of JSON that arrive at a file descriptor.
+
+    Attributes:
+        is_over: whether the other end is closed.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._parts, self.is_over = fd, [b""], False
+
+    def arrived(self) -> list[Any]:
+        """Read once, and return the lines that are complete."""
+        data = os.read(self._fd, 1 << 20)
+        self.is_over = not data
+        *complete, rest = data.split(b"\n")
+        if not complete:
+            self._parts.append(rest)
+            return []
+        complete[0] = b"".join([*self._parts, complete[0]])
+        self._parts = [rest]
+        return [json.loads(line) for line in complete]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next line, which must be the only one so far."""
+        while not self.is_over:
+            for line in self.arrived():
+                return line
+        raise StopIteration
+
+
+if __name__ == "__main__":
+    main()
