@@ -102,6 +102,8 @@ class ServeConfig:
             server from a browser; "*" allows all. May be given several times.
         trusted_proxy: address or network of a proxy from which all connections may come. May be
             given several times.
+        log: one line for each request on standard error: "text", "json", or "off". A line has ids,
+            numbers and the model, never text.
         warm: compile all programs before the first request is answered. Otherwise the server is
             ready when the programs for plain requests are compiled, and the others follow; texts
             are the same.
@@ -147,6 +149,7 @@ class ServeConfig:
     max_connections: int = 512
     cors_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     trusted_proxy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    log: Literal["text", "json", "off"] = "text"
     warm: bool = False
 
 
@@ -156,10 +159,12 @@ def run_serve(config: ServeConfig) -> int:
     from specjax.serving.http.access import check_origins
     from specjax.serving.http.places import networks
     from specjax.serving.http.protocol import ConnectionLimits
+    from specjax.serving.http.request_log import show_requests
     from specjax.serving.http.service import AppOptions, Service
 
     check_numbers(config)
     read_drafts(config)
+    show_requests(config.log)
     networks(config.trusted_proxy)  # refuse invalid addresses
     check_origins(config.cors_origin)
     keys = read_keys(config)
