@@ -23,7 +23,7 @@ _BEFORE_TEXT = -2
 
 @struct.dataclass
 class Adjustments:
-    """What has been generated in each row, and what the row bans or prefers. `None` if none does.
+    """The tokens that each row has generated, and those that it bans or prefers.
 
     The strengths of the penalties are fields of `specjax.sampling.RowSampling`.
 

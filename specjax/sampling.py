@@ -231,7 +231,7 @@ class Sampling:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether any row has a penalty."""
+        """True if any row has a penalty."""
         return any(np.any(getattr(self, name) != none) for name, none in PENALTIES.items())
 
     def with_explicit(self, **stated: Any) -> "Sampling":
@@ -258,8 +258,8 @@ class Sampling:
         merged = Sampling(**{name: getattr(self, name) for name in SAMPLING_NAMES} | stated)
         if np.any(np.asarray(merged.temperature) != 0):
             return merged
-        kept = {name: getattr(merged, name) for name in ("temperature", *PENALTIES)}
-        return replace(Sampling(**kept), **stated)
+        untruncated = {name: getattr(merged, name) for name in ("temperature", *PENALTIES)}
+        return replace(Sampling(**untruncated), **stated)
 
     def rows(self, batch: int, rule: Rule = "independent") -> RowSampling:
         """Return the arrays of ``batch`` rows, whose drafts are verified by ``rule``.

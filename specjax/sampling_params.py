@@ -143,7 +143,7 @@ class SamplingParams(Sampling):
 
     @property
     def has_adjustments(self) -> bool:
-        """Whether there is a penalty, a bias, or a token or word that is banned."""
+        """True if there is a penalty, a bias, or a token or word that is banned."""
         return self.has_penalties or not self.biases.is_neutral
 
     def options(self) -> GenerationOptions:

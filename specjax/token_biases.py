@@ -14,7 +14,7 @@ from specjax.text import encode_continuation
 
 @dataclass(frozen=True)
 class TokenBiases:
-    """What one text may not contain, and what it shall contain more or less often.
+    """The tokens that a text may not contain, or shall contain more or less often.
 
     Attributes:
         logit_bias: numbers that are added to the logits of tokens, by token id, as sorted pairs.
@@ -64,7 +64,7 @@ class TokenBiases:
 
     @property
     def is_neutral(self) -> bool:
-        """Whether they change nothing."""
+        """True if they change nothing."""
         return self == TokenBiases()
 
     def encoded(self, tokenizer: Any) -> "TokenBiases":

@@ -151,13 +151,15 @@ def options(stated: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def generate(drafter: str, rows: Sequence[dict[str, Any]], prompts: Any, **others: Any) -> Any:
+def generate(
+    drafter: str, rows: Sequence[dict[str, Any]], prompts: Any, **options_of_call: Any
+) -> Any:
     defaults = {"max_new_tokens": NEW, "eos_token_ids": (), "key": jax.random.key(3)}
     return specjax.generate(
         models()[0],
         DRAFTERS[drafter](*models()),
         prompts,
-        **(defaults | {"rule": "coupled"} | options(rows) | others),
+        **(defaults | {"rule": "coupled"} | options(rows) | options_of_call),
     )
 
 
@@ -324,16 +326,16 @@ def test_logits_along_paths_equal_the_oracle(seed) -> None:
     result = jax.jit(adjusted)(logits, state, *strengths, paths)
     for row, node in itertools.product(range(3), range(5)):
         output = outputs[row] + paths[row, node, : lengths[row, node]].tolist()
-        wanted = oracle_logits(logits[row, node], prompts[row], output, rows[row])
-        np.testing.assert_allclose(result[row, node], wanted, rtol=1e-5, atol=1e-5)
+        expected_logits = oracle_logits(logits[row, node], prompts[row], output, rows[row])
+        np.testing.assert_allclose(result[row, node], expected_logits, rtol=1e-5, atol=1e-5)
     ids = np.array([5, 0, 3])
     of_drafter = adjusted(logits[..., ids], state, *strengths, paths, jnp.asarray(ids))
     np.testing.assert_allclose(of_drafter, np.asarray(result)[..., ids], rtol=1e-6)
     by_row = jnp.asarray(np.stack([np.roll(ids, row) for row in range(3)]))
     selected = np.take_along_axis(logits, np.asarray(by_row)[:, None], axis=-1)
     of_rows = adjusted(selected, state, *strengths, paths, by_row)
-    wanted = np.take_along_axis(np.asarray(result), np.asarray(by_row)[:, None], axis=-1)
-    np.testing.assert_allclose(of_rows, wanted, rtol=1e-6)
+    expected_logits = np.take_along_axis(np.asarray(result), np.asarray(by_row)[:, None], axis=-1)
+    np.testing.assert_allclose(of_rows, expected_logits, rtol=1e-6)
 
 
 def test_counting_token_by_token_equals_counting_whole_texts() -> None:
@@ -351,8 +353,10 @@ def test_counting_token_by_token_equals_counting_whole_texts() -> None:
         state = jax.jit(Adjustments.after)(state, emitted, count)
         for row in range(3):
             texts[row] += emitted[row, : count[row]].tolist()
-        for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(whole()), strict=True):
-            np.testing.assert_array_equal(leaf, wanted)
+        for leaf, expected_leaf in zip(
+            jax.tree.leaves(state), jax.tree.leaves(whole()), strict=True
+        ):
+            np.testing.assert_array_equal(leaf, expected_leaf)
 
 
 # --- the distribution -----------------------------------------------------------------------------

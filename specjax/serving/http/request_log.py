@@ -33,7 +33,7 @@ _QUIET = ("/health", "/metrics", "/")
 
 @dataclass
 class RequestRecord:
-    """What is known of a request so far.
+    """The facts about a request that are known so far.
 
     Attributes:
         request_id: its id: the header ``X-Request-Id``, or a new one.
@@ -53,9 +53,9 @@ class RequestRecord:
         if not handles:
             return {}
         times = [handle.times for handle in handles]
-        submitted = min(one.submitted for one in times)
-        first = [one.first_token for one in times if one.first_token is not None]
-        finished = [one.finished for one in times if one.finished is not None]
+        submitted = min(text.submitted for text in times)
+        first = [text.first_token for text in times if text.first_token is not None]
+        finished = [text.finished for text in times if text.finished is not None]
         output = sum(len(handle.tokens) for handle in handles)
         seconds = max(finished) - submitted if finished else None
         acceptances = [handle.acceptance for handle in handles if handle.acceptance is not None]
