@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
     from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, complete_tree
     from specjax.evaluation import conformance
-    from specjax.grammars import Choice, JsonObject, JsonSchema, Lark, Regex
+    from specjax.grammars import After, Choice, JsonObject, JsonSchema, Lark, Regex, StructuralTag
     from specjax.models.transformer import Target
     from specjax.pipeline import Generation, TextGenerator, load
     from specjax.sampling import Sampling
@@ -49,6 +49,7 @@ __all__ = [
     "EAGLE_TREE",
     "MEDUSA_TREE",
     "MTP",
+    "After",
     "Chain",
     "Choice",
     "CompressedCache",
@@ -78,6 +79,7 @@ __all__ = [
     "SnapKV",
     "StaticTree",
     "Streaming",
+    "StructuralTag",
     "Target",
     "TextGenerator",
     "complete_tree",
@@ -115,7 +117,9 @@ _HOMES = {
     ),
     "specjax.drafts.published": ("EAGLE_TREE", "MEDUSA_TREE"),
     "specjax.drafts.shapes": ("Chain", "DynamicTree", "SampledTree", "StaticTree", "complete_tree"),
-    "specjax.grammars": ("Choice", "JsonObject", "JsonSchema", "Lark", "Regex"),
+    "specjax.grammars": (
+        *("After", "Choice", "JsonObject", "JsonSchema", "Lark", "Regex", "StructuralTag"),
+    ),
     "specjax.models.transformer": ("Target",),
     "specjax.pipeline": ("Generation", "TextGenerator", "load"),
     "specjax.sampling": ("Sampling",),

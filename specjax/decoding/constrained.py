@@ -10,8 +10,12 @@ Where a grammar forces the next tokens, these are the draft of the step, and the
 asked. Rows without a grammar take part in the same steps, and every token is legal for them.
 """
 
+import functools
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -129,6 +133,16 @@ def forced_is_longer(forced: Sequence[Sequence[int]], rows: int, expected: float
     return any(forced) and sum(map(len, forced)) + rows >= expected * rows
 
 
+_LARGE = 30_000
+"""The number of tokens from which on a row's masks take longer than handing them to a thread."""
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads that make masks. llguidance releases Python's lock meanwhile."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "specjax-masks")
+
+
 def legal_tokens(
     matchers: Sequence[Matcher | None],
     draft: Draft,
@@ -152,18 +166,26 @@ def legal_tokens(
     parents = np.broadcast_to(np.asarray(draft.parents), (batch, nodes))
     valid = np.ones((batch, nodes), bool) if draft.valid is None else np.asarray(draft.valid)
     legal = np.full((batch, nodes, mask_words(vocab_size)), np.uint32(0xFFFFFFFF))
+
+    def write(row: int) -> int:
+        matcher = matchers[row]
+        assert matcher is not None
+        return matcher.write_masks(
+            legal[row], draft.tokens[row].tolist(), parents[row].tolist(), valid[row].tolist()
+        )
+
+    rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
+    jobs: list[Callable[[], int]] = [partial(write, row) for row in rows]
+    if len(rows) > 1 and vocab_size >= _LARGE:
+        jobs = [_threads().submit(job).result for job in jobs]
     illegal_nodes = 0
-    for row, matcher in enumerate(matchers):
-        if matcher is None:
-            continue
+    for row, job in zip(rows, jobs, strict=True):
         try:
-            legal[row], illegal = matcher.masks(
-                draft.tokens[row].tolist(), parents[row].tolist(), valid[row].tolist()
-            )
-            illegal_nodes += illegal
+            illegal_nodes += job()
         except Exception as error:
             if on_error is None:
                 raise
+            legal[row] = 0xFFFFFFFF
             on_error(row, error)
     return legal, illegal_nodes
 

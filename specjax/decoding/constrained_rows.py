@@ -1,10 +1,16 @@
-"""Masked steps of rows that requests join and leave, in a paged state.
+"""Constrained rows that requests join and leave, in a paged state.
 
 `specjax.decoding.constrained` explains masked steps, and `specjax.decoding.rows` the state. Rows
 without a grammar take part, and every token is legal for them.
+
+With coupled sampling and in greedy rows, a free token that is legal is the constrained token. So a
+row whose text stays legal may be decoded by `specjax.decoding.rows.decode_rows`, without masks.
+`copy_rows` copies the rows before such a call. The host checks the new tokens. `restore_rows` puts
+back the rows in which one is not legal, and masked steps go on from there.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +22,7 @@ from specjax.decoding.loop import propose_step
 from specjax.decoding.row_arrays import (
     HostOrDevice,
     first_rows,
+    map_rows,
     put_first,
     put_rows,
     retire,
@@ -112,3 +119,41 @@ def advance_rows(
         logprobs=info.logprobs,
     )
     return place_rows(state, target), progress, unused
+
+
+@jax.jit
+def copy_rows(state: DecodeState) -> DecodeState:
+    """Return a copy of everything in a state that has a row axis, for `restore_rows`.
+
+    Pools are left out: what a row writes into its pages after the copy has no meaning once its
+    length is restored.
+    """
+    return map_rows(jnp.copy, without_pools(state))
+
+
+@partial(jax.jit, donate_argnames="state")
+def restore_rows(
+    target: Target, state: DecodeState, before: DecodeState, mask: HostOrDevice
+) -> DecodeState:
+    """Put back the rows of ``mask [B]`` to what they were at `copy_rows`. The state is donated.
+
+    Examples:
+        >>> from specjax.decoding import rows
+        >>> from specjax.decoding.constrained_rows import copy_rows, restore_rows
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
+        >>> state = rows.empty(target, drafter, rows=2, **sizes)
+        >>> before = copy_rows(state)
+        >>> begin = rows.empty_prefix_state(target, drafter, **sizes)
+        >>> text = rows.Text.of_prompt(prompts[0], capacity=32, max_new_tokens=8)
+        >>> for row in (0, 1):
+        ...     state = rows.admit(target, drafter, state, row, text, 0, begin)
+        >>> state = restore_rows(target, state, before, np.array([True, False]))
+        >>> state.lengths.tolist()
+        [1, 6]
+    """
+
+    def put_back(now: jax.Array, earlier: jax.Array) -> jax.Array:
+        return jnp.where(jnp.reshape(mask, (-1, *(1,) * (now.ndim - 1))), earlier, now)
+
+    return place_rows(put_rows(state, before, put_back), target)

@@ -36,7 +36,7 @@ from specjax.decoding.row_arrays import (
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import Logprobs, Stats
 from specjax.drafters.base import Committed, Drafter, start_drafter
-from specjax.drafters.pausable import Pausable
+from specjax.drafters.pausable import ROOM, Pausable
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.models.cache import KVCache, PagedCache, by_group, groups_of
 from specjax.models.transformer import States, Target
@@ -598,7 +598,7 @@ def progress_since(state: DecodeState, starts: jax.Array, room: int) -> Progress
     )
 
 
-@partial(jax.jit, static_argnames="width", donate_argnames="state")
+@partial(jax.jit, static_argnames=("width", "most"), donate_argnames="state")
 def catch_up(
     target: Target,
     drafter: Pausable | WithPrediction,
@@ -606,11 +606,15 @@ def catch_up(
     table: HostOrDevice,
     *,
     width: int,
+    most: int = ROOM,
 ) -> DecodeState:
-    """Let the drafter read its pending tokens in the first ``width`` rows. The state is donated."""
+    """Let the drafter read its pending tokens in the first ``width`` rows. The state is donated.
+
+    No row may have more than ``most`` of them.
+    """
     state = with_table(state, table)
     part = first_rows(state, width)
-    drafter_state = drafter.catch_up(target, part.drafter, part.tokens, part.cache)
+    drafter_state = drafter.catch_up(target, part.drafter, part.tokens, part.cache, most)
     state = put_rows(state, replace(part, drafter=drafter_state), put_first)
     return place_rows(state, target)
 

@@ -149,7 +149,12 @@ class Pausable(Wrapper[PausableState]):
         )
 
     def catch_up(
-        self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache
+        self,
+        target: Target,
+        state: PausableState,
+        tokens: jax.Array,
+        cache: KVCache | PagedCache,
+        most: int = ROOM,
     ) -> PausableState:
         """Return the state after the drafter has read all pending tokens.
 
@@ -158,20 +163,21 @@ class Pausable(Wrapper[PausableState]):
             state: the state after paused steps.
             tokens: ``[B, S]``, prompt and output of each row, the root included.
             cache: the target's cache. The pending tokens are its newest entries.
+            most: the largest number of pending tokens of a row; static. Fewer take less time.
         """
         count = state.pending.count
-        positions = (cache.length - count)[:, None] + jnp.arange(ROOM)[None]
+        positions = (cache.length - count)[:, None] + jnp.arange(most)[None]
         committed = Committed(
             tokens=tokens_at(tokens, positions),
             following=tokens_at(tokens, positions + 1),
-            output=state.pending.output,
+            output=jax.tree.map(lambda leaf: leaf[:, :most], state.pending.output),
             entries=cache.gather(jnp.clip(positions, 0, cache.capacity - 1)),
             count=count,
             cache=cache,
         )
         # The drafter sees a chain that it has not drafted itself, and that was accepted in full.
         draft = Draft.chain(committed.tokens[:, 0], committed.tokens[:, 1:])
-        path = jnp.broadcast_to(jnp.arange(ROOM, dtype=jnp.int32)[None], positions.shape)
+        path = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32)[None], positions.shape)
         # Of a row without pending tokens it is arbitrary: nothing is committed there.
         last = jnp.maximum(count - 1, 0)[:, None]
         newest = jnp.take_along_axis(committed.following, last, axis=1)[:, 0]

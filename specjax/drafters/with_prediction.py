@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from specjax.drafters.base import Committed, Drafter, DraftingReads, tokens_at, zeros_of
+from specjax.drafters.pausable import ROOM
 from specjax.drafters.wrapper import Wrapper
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
@@ -248,9 +249,11 @@ class WithPrediction(Wrapper[WithPredictionState]):
         state: WithPredictionState,
         tokens: jax.Array,
         cache: KVCache | PagedCache,
+        most: int = ROOM,
     ) -> WithPredictionState:
         """Let the wrapped drafter catch up; it must be a `specjax.drafters.pausable.Pausable`."""
-        return replace(state, own=self.drafter.catch_up(target, state.own, tokens, cache))  # pyright: ignore[reportAttributeAccessIssue]
+        caught_up = self.drafter.catch_up(target, state.own, tokens, cache, most)  # pyright: ignore[reportAttributeAccessIssue]
+        return replace(state, own=caught_up)
 
     def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         return self.drafter.drafting_reads(target, state.own if state else (), cache)

@@ -20,8 +20,10 @@ from specjax.grammars.checker import CheckerBusyError, GrammarChecker, GrammarLi
 from specjax.grammars.compiler import CompiledGrammar, GrammarCompiler
 from specjax.grammars.grammar import Choice, Grammar, JsonObject, JsonSchema, Lark, Regex
 from specjax.grammars.matcher import Matcher
+from specjax.grammars.tags import After, StructuralTag
 
 __all__ = [
+    "After",
     "CheckerBusyError",
     "Choice",
     "CompiledGrammar",
@@ -34,4 +36,5 @@ __all__ = [
     "Lark",
     "Matcher",
     "Regex",
+    "StructuralTag",
 ]

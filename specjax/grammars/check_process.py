@@ -70,7 +70,13 @@ def compile_source(tokenizer: Any, source: str, limits: Mapping[str, Any] | None
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=parser_limits)
     if not matcher.is_error():
         # Some errors, such as cycles of references, appear with the first mask only.
-        matcher.compute_bitmask()
+        mask = matcher.compute_bitmask()
+        if limits is not None and not matcher.is_error():
+            # Too many alternatives at the beginning are an error at the first token, whichever.
+            trial = matcher.deep_copy()
+            tokens = _some_legal_tokens(mask, random.Random(0))
+            if trial.try_consume_tokens(tokens[:1]) != 1 and trial.is_error():
+                return trial
     return matcher
 
 
@@ -158,16 +164,23 @@ def _walk(tokenizer: Any, matcher: Any) -> None:
     """Follow a random legal text. Errors are ignored: a real text may never come there."""
     rng, ends = random.Random(0), set(tokenizer.eos_tokens)
     for _ in range(_WALK):
-        mask = matcher.compute_bitmask()
-        words = [index for index, byte in enumerate(mask) if byte]
-        if matcher.is_error() or not words:
+        tokens = _some_legal_tokens(matcher.compute_bitmask(), rng)
+        if matcher.is_error() or not tokens or tokens[0] in ends:
             return
-        byte = rng.choice(words)
-        bits = [8 * byte + bit for bit in range(8) if mask[byte] >> bit & 1]
-        token = rng.choice(bits)
-        if token in ends or matcher.try_consume_tokens([token]) != 1 or matcher.is_stopped():
+        if matcher.try_consume_tokens(tokens[:1]) != 1 or matcher.is_stopped():
             return
         matcher.compute_ff_tokens()
+
+
+def _some_legal_tokens(mask: bytes, rng: random.Random) -> list[int]:
+    """Return some tokens of a mask in random order; none if the mask is empty."""
+    indices = [index for index, byte in enumerate(mask) if byte]
+    if not indices:
+        return []
+    index = rng.choice(indices)
+    tokens = [8 * index + bit for bit in range(8) if mask[index] >> bit & 1]
+    rng.shuffle(tokens)
+    return tokens
 
 
 def _collect(fd: int, process: int, check: Any) -> None:

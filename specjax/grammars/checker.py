@@ -19,6 +19,7 @@ from specjax.errors import InputError
 from specjax.grammars import check_process
 from specjax.grammars.compiler import GrammarCompiler
 from specjax.grammars.grammar import Grammar, check_grammar
+from specjax.grammars.structure import grammar_parts
 
 CONCURRENT = 2
 """The number of grammars that are compiled at a time, so that a slow one does not stop others."""
@@ -91,7 +92,7 @@ class GrammarChecker:
         ...     checker.check(specjax.Regex("[0-9]+"))
         ...     checker.check(specjax.Regex("(" * 100 + ")" * 100))
         Traceback (most recent call last):
-        specjax.errors.InputError: grammar=Regex(...: its brackets are nested 100 deep; at most 64...
+        specjax.errors.InputError: grammar=Regex(...: its brackets are nested 100 deep; ...
     """
 
     def __init__(self, compiler: GrammarCompiler, limits: GrammarLimits = GrammarLimits()) -> None:
@@ -291,6 +292,7 @@ class _Process:
 
     def end(self) -> None:
         """Kill the process."""
+        self.has_ended = True
         self._process.kill()
 
     def _send(self, line: bytes) -> None:
@@ -331,10 +333,9 @@ def grammar_text(grammar: Grammar) -> str:
         >>> grammar_text(specjax.Regex("a|ä"))
         'start: /a|ä/'
     """
-    parts = json.loads(grammar.source)["grammars"]
     texts = [
         part["lark_grammar"] if "lark_grammar" in part else json.dumps(part, ensure_ascii=False)
-        for part in parts
+        for part in grammar_parts(grammar.source)
     ]
     return "\n".join(texts)
 

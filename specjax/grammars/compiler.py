@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from specjax.errors import InputError
 from specjax.grammars.check_process import ROW_LIMITS, build_tokenizer, compile_source, first_line
 from specjax.grammars.grammar import Grammar, check_grammar
 from specjax.grammars.matcher import Matcher
+from specjax.grammars.structure import AddedTokens, tokenized_source
 
 MAX_COMPILED = 128
 """The number of compiled grammars that a compiler keeps: those that were used last."""
@@ -84,6 +86,9 @@ class GrammarCompiler:
         copied.no_padding()
         copied.no_truncation()
         end_id = getattr(tokenizer, "eos_token_id", None)
+        added = backend.get_added_tokens_decoder()
+        self._contents = {index: token.content for index, token in added.items()}
+        self._known_ids = sorted(backend.get_vocab(with_added_tokens=False).values())
         text = copied.to_str()
         self._build(text, vocab_size, end_id)
         self._recipe = {"tokenizer": text, "vocab_size": vocab_size, "end_id": end_id}
@@ -108,6 +113,8 @@ class GrammarCompiler:
         from llguidance import TokenizerWrapper
 
         compiler = cls.__new__(cls)
+        compiler._contents = {}
+        compiler._known_ids = [index for index, token in enumerate(tokens) if token]
         compiler._build(TokenizerWrapper(_Tokens(tokens, end_id)), len(tokens), end_id)
         return compiler
 
@@ -115,10 +122,6 @@ class GrammarCompiler:
     def recipe(self) -> dict[str, Any] | None:
         """The arguments of `check_process.build_tokenizer`; None if JSON cannot hold them."""
         return self._recipe
-
-    def source(self, grammar: Grammar) -> str:
-        """Return a grammar in the form that llguidance reads."""
-        return grammar.source
 
     def _build(self, tokenizer: Any, vocab_size: int, end_id: int | None) -> None:
         try:
@@ -159,6 +162,37 @@ class GrammarCompiler:
             while len(self._compiled) > MAX_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
         return compiled
+
+    def source(self, grammar: Grammar) -> str:
+        """Return a grammar in the form that llguidance reads, for this tokenizer.
+
+        Raises:
+            InputError: the grammar cannot be written for this tokenizer. The message says why.
+        """
+        try:
+            return tokenized_source(grammar.source, self._added_tokens)
+        except InputError as error:
+            raise InputError(f"grammar={grammar!r}: {error}") from None
+
+    @cached_property
+    def _added_tokens(self) -> AddedTokens:
+        """The tokens that llguidance does not take for text: added ones, and bytes 0xFF."""
+        contents = {
+            index: content
+            for index, content in self._contents.items()
+            if index < self._vocab_size
+            and index not in self._tokenizer.eos_tokens
+            and self._tokenizer.is_special_token(index)
+        }
+        raw = [
+            index
+            for index in self._known_ids
+            if index < self._vocab_size
+            and index not in self._contents
+            and index not in self._tokenizer.eos_tokens
+            and self._tokenizer.is_special_token(index)
+        ]
+        return AddedTokens(contents, raw)
 
     def _compile(self, grammar: Grammar, is_bounded: bool) -> CompiledGrammar:
         limits = ROW_LIMITS if is_bounded else None

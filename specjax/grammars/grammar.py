@@ -8,6 +8,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from specjax.errors import InputError
+from specjax.grammars.notation import quoted, regex_terminal
 
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """The whitespace that JSON may have between its parts. Small models repeat unbounded whitespace."""
@@ -71,7 +72,10 @@ class Grammar:
         return f"{type(self).__name__}({start!r})"
 
     def _set_source(self, **grammar: str | Mapping[str, Any]) -> None:
-        object.__setattr__(self, "source", json.dumps({"grammars": [grammar]}))
+        self._write(json.dumps({"grammars": [grammar]}))
+
+    def _write(self, source: str) -> None:
+        object.__setattr__(self, "source", source)
 
 
 def check_grammar(grammar: Any) -> None:
@@ -151,15 +155,7 @@ class Regex(Grammar):
         """
         if not isinstance(pattern, str):
             raise InputError(f"pattern={pattern!r}: give a regular expression as a string")
-        # A slash would end the pattern in Lark's notation, and so would a line break.
-        replacements = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-        escaped = re.sub(
-            r"\\.|/|\n",
-            lambda match: replacements.get(match[0], match[0]),
-            pattern,
-            flags=re.DOTALL,
-        )
-        self._set_source(lark_grammar=f"start: /{escaped}/" if pattern else 'start: ""')
+        self._set_source(lark_grammar=f"start: {regex_terminal(pattern)}")
 
 
 class Choice(Grammar):
@@ -180,7 +176,9 @@ class Choice(Grammar):
         is_list = isinstance(words, Sequence) and not isinstance(words, str | bytes)
         if not is_list or not words or not all(isinstance(word, str) and word for word in words):
             raise InputError(f"words={words!r}: give a list of strings, none of them empty")
-        self._set_source(lark_grammar="start: " + " | ".join(json.dumps(word) for word in words))
+        # As one terminal, whose automaton takes the same time for any number of words.
+        alternatives = " | ".join(map(quoted, words))
+        self._set_source(lark_grammar=f"start: WORD\nWORD: {alternatives}")
 
 
 class Lark(Grammar):
@@ -201,14 +199,16 @@ class Lark(Grammar):
         """
         if not isinstance(text, str):
             raise InputError(f"text={text!r}: give a Lark grammar as a string")
+        # JSON inside the grammar may write any character of a name as an escape.
+        unescaped = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), text)
         for name, pattern in _LARK_OPTIONS.items():
-            if re.search(pattern, text, flags=re.MULTILINE):
+            if re.search(pattern, text) or re.search(pattern, unescaped):
                 raise InputError(f"text: {name} is not supported; leave it out")
         self._set_source(lark_grammar=text)
 
 
 _LARK_OPTIONS = {
-    "a line %llguidance": r"^\s*%llguidance",
+    "%llguidance": r"%llguidance",
     "x-guidance": r"x-guidance",
     "the attribute temperature": r"\[[^]\n]*\btemperature\s*=",
 }

@@ -61,9 +61,12 @@ class Matcher:
         self._validates = validates
         self._matcher = matcher
         self._words = mask_words(vocab_size)
-        self._stop_ids = frozenset(stop_token_ids)
-        self._never = _bits([*end_ids, *stop_token_ids], self._words)
-        self._stops = _bits(stop_token_ids, self._words)
+        self._stop_ids, self._end_ids = frozenset(stop_token_ids), frozenset(end_ids)
+        # Few words have such tokens, and the others need no work.
+        never = _bits([*end_ids, *stop_token_ids], self._words)
+        stops = _bits(stop_token_ids, self._words)
+        self._never = [(word, ~never[word]) for word in np.flatnonzero(never).tolist()]
+        self._stops = [(word, stops[word]) for word in np.flatnonzero(stops).tolist()]
         self._has_ended = False
         self.seconds, self._tokens, self._deadline = 0.0, 0, math.inf
 
@@ -118,16 +121,24 @@ class Matcher:
         Raises:
             GrammarLimitError: the grammar has become too complex.
         """
-        words = np.zeros((1, self._words), np.int32)
+        bits = np.zeros(self._words, np.uint32)
+        self._write_mask(bits)
+        return bits
+
+    def _write_mask(self, bits: np.ndarray) -> None:
+        """Write the bits of the legal tokens into ``bits [ceil(V / 32)]`` uint32."""
         self._check()
         started = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self.seconds += time.thread_time() - started
         self._check()
-        bits = words[0].view(np.uint32) & ~self._never
+        for word, clear in self._never:
+            bits[word] &= clear
         if self._validates:
             bits &= _bits([t for t in _ids(bits) if self._takes(t)], self._words)
-        return bits | self._stops if self.is_complete else bits
+        if self._stops and self.is_complete:
+            for word, stop_bits in self._stops:
+                bits[word] |= stop_bits
 
     def _check(self) -> None:
         """Raise GrammarLimitError if llguidance has met a limit, or the time is over."""
@@ -157,8 +168,22 @@ class Matcher:
             ``[N, ceil(V / 32)]`` uint32, and the number of nodes that are not legal. Nodes below
             such a node, and below a stop token, are never reached; their bits are all 1.
         """
+        masks = np.full((len(tokens), self._words), _ALL)
+        return masks, self.write_masks(masks, tokens, parents, drafted)
+
+    def write_masks(
+        self,
+        masks: np.ndarray,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        drafted: Sequence[bool],
+    ) -> int:
+        """Write the masks of `masks`, and return the number of nodes that are not legal.
+
+        ``masks [N, ceil(V / 32)]`` is uint32 and contiguous. The words of nodes that are never
+        reached do not change.
+        """
         count = len(tokens)
-        masks = np.full((count, self._words), _ALL)
         children: list[list[int]] = [[] for _ in range(count)]
         for node in range(1, count):
             if drafted[node]:
@@ -167,7 +192,7 @@ class Matcher:
 
         def visit(node: int) -> None:
             nonlocal illegal
-            masks[node] = self.mask()
+            self._write_mask(masks[node])
             for child in children[node]:
                 token = int(tokens[child])
                 if not masks[node][token >> 5] >> np.uint32(token & 31) & 1:
@@ -181,7 +206,41 @@ class Matcher:
 
         if not self._has_ended:
             visit(0)
-        return masks, illegal
+        return illegal
+
+    def count_legal(self, tokens: Sequence[int]) -> int:
+        """Return how many ``tokens`` could follow, up to the first that is not in its mask.
+
+        Only a legal stop token may be the last; nothing is legal after it. The position does not
+        change.
+
+        Raises:
+            GrammarLimitError: the grammar has become too complex.
+        """
+        legal = consumed = 0
+        if self._has_ended:
+            return 0
+        started = time.thread_time()
+        for token in map(int, tokens):
+            if token in self._stop_ids:
+                legal += self.is_complete
+                break
+            # Where bytes are forced, llguidance takes every tokenisation, but its mask holds the
+            # canonical one alone. Elsewhere it takes the tokens of its mask.
+            if (self._validates or self._matcher.compute_ff_bytes()) and not self._allows(token):
+                break
+            if token in self._end_ids or self._matcher.try_consume_tokens([token]) != 1:
+                break
+            legal, consumed = legal + 1, consumed + 1
+        if consumed:
+            self._matcher.rollback(consumed)
+        self.seconds += time.thread_time() - started
+        self._check()
+        return legal
+
+    def _allows(self, token: int) -> bool:
+        """Return whether a token is in the mask."""
+        return bool(self.mask()[token >> 5] >> np.uint32(token & 31) & 1)
 
     def forced(self, most: int) -> list[int]:
         """Return up to ``most`` tokens that the grammar forces to come next; often none.

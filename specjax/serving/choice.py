@@ -206,6 +206,12 @@ class DraftChoice:
         self._last_used[choice] = self._clock
         return self._count(width, choice)
 
+    def fastest(self, width: int, indices: Sequence[int]) -> int:
+        """Return the draft of ``indices`` with the most tokens per second; the first if unknown."""
+        timed = [index for index in indices if (width, index) in self.seconds]
+        timed = [index for index in timed if not isinstance(self.drafts[index], Copies)]
+        return max(timed, key=lambda index: self.rate(width, index), default=indices[0])
+
     def _count(self, width: int, index: int) -> int:
         self.decisions[width, index] = self.decisions.get((width, index), 0) + 1
         return index

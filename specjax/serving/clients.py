@@ -461,6 +461,8 @@ class Clients:
         self._device.wait()  # so that the time of queued prefill chunks does not count
         started = time.perf_counter()
         matchers = [row.matcher for row, _ in drafts]
+        for matcher in filter(None, matchers):
+            matcher.begin_step()
         failed: dict[int, Exception] = {}
         verified = self._device.verify(
             table,

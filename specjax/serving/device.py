@@ -18,7 +18,7 @@ from specjax.decoding import rows as device_rows
 from specjax.decoding.constrained import FORCED, forced_draft, legal_tokens, reader
 from specjax.drafters import Drafter, NoDraft, WithPrediction
 from specjax.drafters.base import remote_input_shapes
-from specjax.drafters.pausable import Pausable
+from specjax.drafters.pausable import ROOM, Pausable
 from specjax.drafts.draft import Draft
 from specjax.errors import InputError
 from specjax.grammars.matcher import Matcher, mask_words
@@ -38,6 +38,9 @@ MAX_READS = 2
 It computes one while the next one waits, so it is never idle. More would delay other requests after
 the prompt is cancelled.
 """
+
+FEW_PENDING = 2 * FORCED
+"""The pending tokens up to which catching up has a smaller program, in engines with grammars."""
 
 MASKED, COPYING = ("propose", "advance"), ("propose_copies", "advance_copies")
 """The kinds of programs of masked steps, and of those that copy predictions."""
@@ -455,16 +458,28 @@ class EngineDevice:
         return progress
 
     def _masked_drafter(self, index: int | None) -> Drafter:
-        """Return the drafter of a masked step; None: the reader of a draft from the host."""
+        """Return the drafter of a masked step; None: the reader of a draft from the host.
+
+        The reader stores the tokens for a drafter that may be paused. Others read them at once.
+        """
         if index is not None:
             return self.drafters[index]
-        return reader(self.drafters[self.plain if self.masked is None else self.masked])
+        is_plain = self.masked is None or self.paused is not None
+        return reader(self.drafters[self.plain if is_plain else self.masked])  # pyright: ignore[reportArgumentType]
 
-    def catch_up(self, table: np.ndarray) -> None:
-        """Let the paused drafter read its pending tokens, in all rows."""
+    def copy_rows(self) -> Any:
+        """Return a copy of all rows, by `specjax.decoding.constrained_rows.copy_rows`."""
+        return constrained_rows.copy_rows(self.state)
+
+    def restore_rows(self, before: Any, mask: np.ndarray) -> None:
+        """Put back the rows of ``mask [rows]``, by `constrained_rows.restore_rows`."""
+        self.state = constrained_rows.restore_rows(self.target, self.state, before, mask)
+
+    def catch_up(self, table: np.ndarray, most: int = ROOM) -> None:
+        """Let the paused drafter read its pending tokens, at most ``most``, in all rows."""
         assert self.paused is not None
         self.state = device_rows.catch_up(
-            self.target, self.paused, self.state, table, width=self.sizes.rows
+            self.target, self.paused, self.state, table, width=self.sizes.rows, most=most
         )
 
     def rearrange(self, order: np.ndarray) -> None:
@@ -581,7 +596,7 @@ class EngineDevice:
         ]
         listed += [decode(0 if width == widths[0] else 2, width, self.plain) for width in widths]
         if self.paused is not None:
-            listed.append(EngineProgram("catch_up", (), 1, self._lower_catch_up(table)))
+            listed.append(EngineProgram("catch_up", (ROOM,), 1, self._lower_catch_up(table, ROOM)))
         if len(widths) > 1:
             order = np.arange(rows, dtype=np.int32)
             listed.append(
@@ -602,6 +617,10 @@ class EngineDevice:
         if self.grammars:
             for width in self.masked_widths:
                 listed += self._masked_programs(table, width)
+            listed += self._programs_of_copies()
+            if self.paused is not None:
+                lower = self._lower_catch_up(table, FEW_PENDING)
+                listed.append(EngineProgram("catch_up", (FEW_PENDING,), 4, lower))
         if self.remote_drafter is not None:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
         if self.clients is not None:
@@ -663,6 +682,23 @@ class EngineDevice:
             listed.append(EngineProgram(propose, (width,), stage, partial(lower_propose, index)))
         return listed
 
+    def _programs_of_copies(self) -> list[EngineProgram]:
+        """Return the programs that copy rows before a free call, and put them back."""
+
+        def lower_copy() -> Any:
+            return constrained_rows.copy_rows.lower(self.state)
+
+        def lower_restore() -> Any:
+            before = _shapes_of_results(lower_copy(), has_mesh=self.target.mesh is not None)
+            return constrained_rows.restore_rows.lower(
+                self.target, self.state, before, self._none()
+            )
+
+        return [
+            EngineProgram("copy_rows", (), 4, lower_copy),
+            EngineProgram("restore_rows", (), 4, lower_restore),
+        ]
+
     def time_decoding(self, settings: dict[str, Any], width: int, index: int) -> float:
         """Measure the seconds of a step, as `warm_up` does, and wait for the result.
 
@@ -678,9 +714,9 @@ class EngineDevice:
         self.wait()
         return seconds
 
-    def _lower_catch_up(self, table: np.ndarray) -> Callable[[], Any]:
+    def _lower_catch_up(self, table: np.ndarray, most: int) -> Callable[[], Any]:
         return lambda: device_rows.catch_up.lower(
-            self.target, self.paused, self.state, table, width=self.sizes.rows
+            self.target, self.paused, self.state, table, width=self.sizes.rows, most=most
         )
 
     def _lower_decode(self, table: np.ndarray, index: int, width: int, logprobs: bool) -> Any:

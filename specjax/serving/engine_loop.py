@@ -11,8 +11,7 @@ state belongs to this thread alone, and is used without the lock.
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,13 +19,7 @@ import numpy as np
 
 from specjax import processes, text
 from specjax.decoding import rows as device_rows
-from specjax.decoding.constrained import (
-    FORCED,
-    begin_with_forced,
-    forced_draft,
-    forced_is_longer,
-    legal_tokens,
-)
+from specjax.decoding.constrained import FORCED
 from specjax.decoding.stats import Stats
 from specjax.drafters.pausable import ROOM
 from specjax.errors import GrammarError, InputError, LogitsError
@@ -35,7 +28,9 @@ from specjax.models.cache import groups_of
 from specjax.serving.choice import Copies, DraftChoice
 from specjax.serving.clients import ClientRow, Clients
 from specjax.serving.config import EngineConfig
-from specjax.serving.device import COPYING, MASKED, EngineDevice, is_paused
+from specjax.serving.constrained_calls import ConstrainedCalls
+from specjax.serving.constrained_choice import Call
+from specjax.serving.device import COPYING, FEW_PENDING, MASKED, EngineDevice, is_paused
 from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
@@ -93,6 +88,7 @@ class EngineLoop:
         else:
             self.programs.compile_stage(0, "compiling for the first request")
         self.choice = DraftChoice(config.choices, seconds)
+        self._constrained = ConstrainedCalls(device, self.choice)
         self._draft = str(config.choices[0] or "none")  # the draft of the newest call
         # For each row, the request that was last admitted on the device. The scheduler may already
         # have given the row to another one.
@@ -194,6 +190,10 @@ class EngineLoop:
                 accepted_at=tuple(self._total.accepted_at),
                 draft=self._draft,
                 drafts=self.choice.table(),
+                forced_tokens=self._constrained.counts.forced_tokens,
+                illegal_nodes=self._constrained.counts.illegal_nodes,
+                mask_seconds=self._constrained.counts.mask_seconds,
+                restored_rows=self._constrained.counts.restored_rows,
                 clients=self.clients.statistics,
                 compiled=self.programs.compiled,
                 programs=self.programs.total,
@@ -300,7 +300,7 @@ class EngineLoop:
             and is_ready("decode", sizes.rows, self.device.reporting, True)
         ):
             needs.append("logprobs")
-        if not self.programs.are_ready(*MASKED):
+        if not self.programs.are_ready(*MASKED, "copy_rows", "restore_rows"):
             needs.append("grammars")
         are_ready = [is_ready("verify", width) for width in sizes.widths]
         if self.device.remote_drafter is not None:
@@ -495,26 +495,29 @@ class EngineLoop:
         scheduler = self.scheduler  # used with the lock only: requests are cancelled at any time
         with self.wake:
             self._give_up_orphans()
+            matchers = self._running_matchers()
+        known = self._known_tokens(matchers) if matchers else {}
+        with self.wake:
             if not scheduler.running:
                 return False
-            is_masked = any(
-                self.handles[request].output_options.matcher is not None
-                for row in scheduler.running
-                if (request := scheduler.request_of(row))
-            )
-            width, index, logprobs = self._choose_masked() if is_masked else self._choose()
-            self._draft = str(self.choice.drafts[index] or "none")
-            drafter = self.device.drafters[index]
             # Use short calls while a prompt is being prefilled or a client drafts, because both
             # wait for this thread. Other calls may be long: they end by themselves when a text ends
             # and a request waits for its row. Pages are allocated for all steps, because the device
             # cannot ask for more.
             is_short = bool(scheduler.reading) or self.clients.are_drafting
             steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
+            matchers, call = self._running_matchers(), None
+            if matchers:
+                known = {request: known[request] for request in matchers}
+                call, width, index, logprobs = self._choose_constrained(known, steps)
+                steps = call.steps
+            else:
+                width, index, logprobs = self._choose()
+            self._draft = str(self.choice.drafts[index] or "none")
+            drafter = self.device.drafters[index]
             depth = drafter.draft_shape.depth
-            if is_masked:
-                steps, depth = 1, max(depth, FORCED)
-            scheduler.reserve(steps * (depth + 1) + 1)
+            is_masked = call is not None and call.kind != "free"
+            scheduler.reserve(steps * (max(depth, FORCED if is_masked else 0) + 1) + 1)
             if not scheduler.running:
                 return False
             order = self._compact(width)
@@ -537,6 +540,7 @@ class EngineLoop:
         if order is not None:
             self.device.rearrange(order)
         pauses = is_paused(drafter)
+        added = 1 + _longest(known) if is_masked else steps
         # Time the decode call alone, without the chunks that the device is still prefilling.
         if self.device.is_busy():
             self._deliver()
@@ -544,17 +548,43 @@ class EngineLoop:
         # Catch up before a call that drafts, because the drafter must have read all committed
         # tokens. Also before a paused call whose tokens may not fit into the buffer of pending
         # tokens, which has room for `ROOM` per row.
-        if self._pending and (not pauses or self._pending + steps > ROOM):
+        if self._pending and (not pauses or self._pending + added > ROOM):
             self._catch_up(table)
+        self._pending += added if pauses else 0
         if is_masked:
-            progress = self._step_masked(index, table, to_retire, width, snapshot, logprobs)
+            assert call is not None
+            progress = self._step_masked(
+                call, index, known, table, to_retire, width, snapshot, logprobs
+            )
             return self._record_call(progress, snapshot)
+        before = None if call is None else self.device.copy_rows()
+        return self._call_free(
+            (width, index), table, to_retire, steps, until_any_done, snapshot, before, logprobs
+        )
+
+    def _call_free(
+        self,
+        width_and_drafter: tuple[int, int],
+        table: np.ndarray,
+        to_retire: np.ndarray,
+        steps: int,
+        until_any_done: bool,
+        snapshot: Mapping[int, Any],
+        before: Any,
+        logprobs: bool,
+    ) -> bool:
+        """Make a call without masks, and return what `_record_call` returns.
+
+        ``before`` is a copy of the rows, so that those that leave their grammar can be put back;
+        None if no row has a grammar.
+        """
+        width, index = width_and_drafter
+        pauses = is_paused(self.device.drafters[index])
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
         progress = self.device.decode(
             index, table, to_retire, steps, until_any_done, width, logprobs
         )
-        self._pending += steps if pauses else 0
         self._deliver()  # the texts of the previous call, while the device works on this one
         # If the call has ended already, its true time is unknown: the measured seconds are an upper
         # bound.
@@ -565,26 +595,73 @@ class EngineLoop:
             seconds, self._uncharged = seconds + self._uncharged, 0.0
         # Calls with log-probabilities run another program, whose time must not count for the draft.
         seconds = None if logprobs or not nothing_compiles else seconds
+        has_left = None
+        if before is not None:
+            give_up = self._give_up_row(snapshot)
+            has_left = self._constrained.check(progress, snapshot, before, give_up)
         return self._record_call(
-            progress, snapshot, (width, index), seconds, is_upper_bound=is_upper_bound
+            progress, snapshot, (width, index), seconds, has_left, is_upper_bound=is_upper_bound
         )
 
-    def _choose_masked(self) -> tuple[int, int, bool]:
-        """Return the choice of a masked step, as `_choose` does."""
-        running = self.scheduler.running
-        index = self.device.plain if self.device.masked is None else self.device.masked
+    def _running_matchers(self) -> dict[Request, Matcher]:
+        """Return the matchers of running requests that have a grammar. Needs the lock."""
+        scheduler = self.scheduler
+        requests = filter(None, map(scheduler.request_of, scheduler.running))
+        matchers = ((it, self.handles[it].output_options.matcher) for it in requests)
+        return {request: matcher for request, matcher in matchers if matcher is not None}
+
+    def _known_tokens(self, matchers: Mapping[Request, Matcher]) -> dict[Request, Sequence[int]]:
+        """Return the tokens that the host can draft for each request with a grammar."""
+
+        def give_up(request: Request, error: Exception) -> None:
+            with self.wake:
+                if (handle := self.handles.get(request)) is not None:
+                    self._give_up(request, handle, error)
+
+        return self._constrained.known_tokens(matchers, give_up)
+
+    def _choose_constrained(
+        self, known: Mapping[Request, Sequence[int]], steps: int
+    ) -> tuple[Call, int, int, bool]:
+        """Return the call to make if some row has a grammar, and what `_choose` returns.
+
+        Args:
+            known: the tokens that the host can draft, of each running request with a grammar.
+            steps: the largest number of steps of a free call.
+        """
+        running, device = self.scheduler.running, self.device
         requests = filter(None, map(self.scheduler.request_of, running))
         options = [self.handles[request].output_options for request in requests]
-        if any(it.logprobs is not None for it in options):
-            return self.sizes.rows, index, True
-        if any(it.prediction for it in options) and self.programs.are_ready(*COPYING):
-            index = index if self.device.copying is None else self.device.copying
-        width = next(width for width in self.device.masked_widths if width >= len(running))
-        return width, index, False
+        free_width, indices = self._free_programs()
+        draft = self.choice.fastest(free_width, indices)
+        width = next(width for width in device.masked_widths if width >= len(running))
+        if logprobs := any(it.logprobs is not None for it in options):
+            width, free_width, draft = self.sizes.rows, self.sizes.rows, device.reporting
+        # Some row has a prediction, and no row needs log-probabilities, which copies do not have.
+        copies = any(it.prediction for it in options) and self.programs.are_ready(*COPYING)
+        copies = copies and device.copying is not None and not logprobs
+        call = self._constrained.choose(
+            known, len(running), (width, free_width), draft, steps, copies=copies
+        )
+        if call.kind == "free":
+            return call, *self._choose()
+        index = {"drafted": device.masked, "copying": device.copying}.get(call.kind)
+        return call, width, device.plain if index is None else index, logprobs
+
+    def _free_programs(self) -> tuple[int, list[int]]:
+        """Return the width of a free call of the running rows, and the drafts that are compiled."""
+        count, ready = len(self.scheduler.running), self.programs.is_ready
+        plain = self.device.plain
+        widths = (width for width in self.sizes.widths if ready("decode", width, plain, False))
+        width = next(width for width in widths if width >= count)
+        drafts = range(len(self.device.drafters))
+        return width, [index for index in drafts if ready("decode", width, index, False)]
 
     def _step_masked(
         self,
+        call: Call,
         index: int,
+        known: Mapping[Request, Sequence[int]],
         table: np.ndarray,
         to_retire: np.ndarray,
         width: int,
@@ -592,10 +669,24 @@ class EngineLoop:
         logprobs: bool,
     ) -> device_rows.Progress:
         """Make one masked step with all running rows, and return its progress on the host."""
-        matchers: list[Matcher | None] = [None] * width
-        for row, (_, handle) in snapshot.items():
-            if not to_retire[row]:
-                matchers[row] = handle.output_options.matcher
+        nothing_compiles = self.programs.are_all_ready
+        started = time.perf_counter()
+        drafting, give_up = None if call.kind == "host" else index, self._give_up_row(snapshot)
+        progress = self._constrained.begin_masked(
+            drafting, known, snapshot, table, to_retire, width, logprobs, give_up
+        )
+        self._deliver()  # the texts of the previous call, while the device works on this one
+        progress = jax.device_get(progress)
+        seconds = time.perf_counter() - started
+        if call.kind == "host" and nothing_compiles:
+            seconds, self._uncharged = seconds + self._uncharged, 0.0
+        self._constrained.end_masked(
+            call, known, snapshot, progress, width, seconds if nothing_compiles else None
+        )
+        return progress
+
+    def _give_up_row(self, snapshot: Mapping[int, Any]) -> Callable[[int, Exception], None]:
+        """Return a function that ends the text of a row with an error. It acquires the lock."""
 
         def give_up(row: int, error: Exception) -> None:
             with self.wake:
@@ -603,33 +694,7 @@ class EngineLoop:
                 if request in self.handles:  # it was not cancelled meanwhile
                     self._give_up(request, handle, error)
 
-        forced: list[Sequence[int]] = [()] * width
-        for row, matcher in enumerate(matchers):
-            try:
-                if matcher is not None:
-                    matcher.begin_step()
-                    forced[row] = matcher.forced(FORCED)
-            except Exception as error:  # only this text ends
-                give_up(row, error)
-                matchers[row] = None
-        depth = self.device.drafters[index].draft_shape.depth
-        is_copying = index == self.device.copying
-        is_forced = not is_copying and forced_is_longer(forced, len(snapshot), 1 + depth / 2)
-        if is_forced or depth == 0:
-            drafting, draft = None, forced_draft(forced)
-            on_host = draft
-        else:
-            drafting, draft = index, self.device.propose(index, table, to_retire, width)
-            on_host = jax.device_get(replace(draft, q=None))
-        if is_copying and any(forced):
-            # A drafter that copies takes any draft, so that some rows can have forced text.
-            on_host = begin_with_forced(on_host, forced)
-            draft = self.device.with_tokens(draft, on_host)
-        vocab_size = self.device.target.config.vocab_size
-        legal, _ = legal_tokens(matchers, on_host, vocab_size, give_up)
-        progress = self.device.advance(drafting, table, to_retire, draft, legal, width, logprobs)
-        self._deliver()  # the texts of the previous call, while the device works on this one
-        return jax.device_get(progress)
+        return give_up
 
     def _give_up_orphans(self) -> None:
         """End texts that run without a handle, which would be a bug. Needs the lock."""
@@ -679,11 +744,12 @@ class EngineLoop:
         The seconds count as part of the next call of plain decoding, because such calls are what
         makes tokens pending.
         """
-        if not self.programs.wait_for("catch_up"):
+        few = self._pending <= FEW_PENDING and self.programs.is_ready("catch_up", FEW_PENDING)
+        if not few and not self.programs.wait_for("catch_up", ROOM):
             raise self.programs.error or _ClosedError
         nothing_compiles = self.programs.are_all_ready
         started = time.perf_counter()
-        self.device.catch_up(table)
+        self.device.catch_up(table, *([FEW_PENDING] if few else []))
         self.device.wait()
         if nothing_compiles:
             self._uncharged += time.perf_counter() - started
@@ -715,12 +781,14 @@ class EngineLoop:
         snapshot: Mapping[int, Any],
         width_and_drafter: tuple[int, int] | None = None,
         seconds: float | None = None,
+        has_left: np.ndarray | None = None,
         is_upper_bound: bool = False,
     ) -> bool:
         """Record the tokens and the time of a decode call. Return whether a text still runs.
 
         ``width_and_drafter``, for `DraftChoice.record`, has the number of rows and the index of the
-        drafter; None: the call says nothing about free text.
+        drafter; None: the call says nothing about free text. ``has_left [rows]`` has the rows that
+        went back to where they were before the call; None: there are none.
         """
         is_copying = width_and_drafter is not None and isinstance(
             self.choice.drafts[width_and_drafter[1]], Copies
@@ -728,7 +796,10 @@ class EngineLoop:
         with self.wake:
             self._counters["calls"] += 1
             rows, copying_rows = [], []
+            went_back = [] if has_left is None else np.flatnonzero(has_left).tolist()
             for row, (request, handle) in snapshot.items():
+                if row in went_back:
+                    continue
                 try:
                     self._record_row(progress, row, request, handle)
                 except Exception as error:  # only this text ends
@@ -738,15 +809,20 @@ class EngineLoop:
                 if handle.output_options.prediction:
                     copying_rows.append(row)
             # Count all rows at once, because a few numpy operations per row would delay the device.
-            stats = difference(progress.stats, self._device_stats, rows)
-            # A draft that copies predictions is judged by the rows that have one.
+            self._total.add(difference(progress.stats, self._device_stats, rows))
+            # The draft is judged by what rows that went back emitted, too: it was drafted for free
+            # text. A draft that copies predictions is judged by the rows that have one.
+            stats = difference(progress.stats, self._device_stats, [*rows, *went_back])
             of_draft = (
                 difference(progress.stats, self._device_stats, copying_rows)
                 if is_copying
                 else stats
             )
-            self._device_stats = copies_of(progress.stats)
-            self._total.add(stats)
+            before, self._device_stats = self._device_stats, copies_of(progress.stats)
+            for now, earlier in zip(
+                vars(self._device_stats).values(), vars(before).values(), strict=True
+            ):
+                now[went_back] = earlier[went_back]
             if width_and_drafter is not None:
                 self.choice.record(
                     *width_and_drafter,
@@ -856,6 +932,11 @@ class EngineLoop:
                 with self.wake:
                     self.scheduler.cancel(handle.request)
                     self.handles.pop(handle.request, None)
+
+
+def _longest(known: Mapping[Request, Sequence[int]]) -> int:
+    """Return the number of tokens of the longest draft that the host can make."""
+    return max(map(len, known.values()), default=0)
 
 
 def _check_logprobs(chunk: PrefillChunk, chosen: np.ndarray) -> None:

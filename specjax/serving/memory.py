@@ -121,6 +121,7 @@ def pages_in(
     page: int,
     chunk: int | None = None,
     capacity: int | None = None,
+    grammars: bool = False,
 ) -> int:
     """Return the number of pages that fit into memory, beside the rows and the prefix states.
 
@@ -134,6 +135,7 @@ def pages_in(
         page: tokens per page.
         chunk: tokens per chunk of prefill; None: the default of `Engine`.
         capacity: the maximal length of a text in tokens; None: the default of `Engine`.
+        grammars: whether texts may have grammars. Then there may be two copies of the rows.
 
     Raises:
         InputError: A text of ``capacity`` tokens does not fit. The message names the memory needed.
@@ -148,7 +150,10 @@ def pages_in(
     capacity = capacity or min(
         decoding.most_positions(target, drafter or NoDraft()), USUAL_CAPACITY
     )
-    sizes, least = _Sizes.of(target, drafter, rows, page, chunk, capacity), -(-capacity // page)
+    sizes, least = (
+        _Sizes.of(target, drafter, rows, page, chunk, capacity, grammars),
+        -(-capacity // page),
+    )
     pages = sizes.pages_in(gigabytes * 1e9)
     if pages < least:
         of_rows, needed = sizes.rows + sizes.prefix_states, sizes.bytes_of(least)
@@ -169,6 +174,7 @@ def capacity_in(
     rows: int,
     page: int,
     chunk: int | None = None,
+    grammars: bool = False,
 ) -> int:
     """Return the longest text in tokens that fits into memory.
 
@@ -181,6 +187,7 @@ def capacity_in(
         rows: the number of rows.
         page: tokens per page.
         chunk: tokens per chunk of prefill; None: the default of `Engine`.
+        grammars: whether texts may have grammars. Then there may be two copies of the rows.
 
     Examples:
         >>> from specjax.serving.memory import capacity_in, page_bytes, row_bytes
@@ -197,7 +204,9 @@ def capacity_in(
     # The memory of the rows depends on the capacity, so it cannot be computed directly.
     def holds(capacity: int) -> bool:
         return (
-            _Sizes.of(target, drafter, rows, page, chunk, capacity, of_pages).pages_in(memory)
+            _Sizes.of(target, drafter, rows, page, chunk, capacity, grammars, of_pages).pages_in(
+                memory
+            )
             * page
             >= capacity
         )
@@ -277,15 +286,17 @@ class _Sizes:
         page: int,
         chunk: int | None,
         capacity: int,
+        grammars: bool,
         of_pages: tuple[int, int] | None = None,
     ) -> "_Sizes":
         """Return the sizes for texts of ``capacity`` tokens.
 
-        ``of_pages`` is the result of `_of_pages`, if the caller has it already.
+        ``of_pages`` is the result of `_of_pages`, if the caller has it already. With ``grammars``
+        the rows are copied before a call without masks.
         """
         chunk = chunk or usual_chunk(page, on_cpu=is_on_cpu(target.mesh))
         of_page, in_target = of_pages or _of_pages(target, drafter, page)
-        of_rows = rows * row_bytes(target, drafter, page, capacity)
+        of_rows = (2 if grammars else 1) * rows * row_bytes(target, drafter, page, capacity)
         # The limit of `prefix_states_kept` is a number per row or a share of the pages, whichever
         # is more.
         groups = groups_of(target.mesh)

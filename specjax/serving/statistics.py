@@ -30,6 +30,10 @@ class EngineStatistics:
         accepted_at: ``accepted`` by depth; the first number is that of the root's children.
         draft: the draft that the newest decode call used.
         drafts: the measurements that the choice of a draft depends on, see `DraftChoice.table`.
+        forced_tokens: tokens that grammars forced, drafted without a drafter and emitted.
+        illegal_nodes: drafted nodes of masked steps that their grammar did not allow.
+        mask_seconds: the seconds in which the host made masks.
+        restored_rows: how often a row left its grammar in a call without masks and was put back.
         clients: the counters of the rows of clients that draft. The other counters leave these rows
             out, except for prompts and pages.
         compiled: programs that are compiled.
@@ -59,6 +63,10 @@ class EngineStatistics:
     accepted_at: tuple[int, ...]
     draft: str
     drafts: list[dict[str, object]]
+    forced_tokens: int
+    illegal_nodes: int
+    mask_seconds: float
+    restored_rows: int
     clients: ClientStatistics
     compiled: int
     programs: int

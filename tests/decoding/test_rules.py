@@ -542,6 +542,35 @@ def test_by_every_rule_the_likeliest_token_comes_that_may_come_there(rule) -> No
     assert set(counts.tolist()) == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize(
+    "rule", ["greedy", "block", "rejection", "siblings", "matching", "coupled"]
+)
+def test_by_every_rule_the_only_legal_token_of_each_node_comes(rule) -> None:
+    """Check that each node is judged by its own mask, whatever the logits and the truncation."""
+    rng = np.random.default_rng(0)
+    is_chain = rule in ("block", "rejection")
+    parents = np.arange(-1, 3) if is_chain else PARENTS
+    logits = rng.normal(size=(ROWS, len(parents), VOCAB)).astype(np.float32)
+    only = rng.integers(0, VOCAB, logits.shape[:2])
+    assert (only != logits.argmax(axis=-1)).mean() > 0.5  # the masks matter
+    legal = (np.uint32(1) << only.astype(np.uint32))[..., None]
+    draft, tokens, _ = a_tree(rng, ROWS, only, parents)
+    if is_chain or rule == "siblings":
+        draft = draft.replace(q=jnp.full((*tokens.shape, VOCAB), 1 / VOCAB))
+    name = "independent" if rule in ("siblings", "matching", "greedy") else rule
+    temperature = 0.0 if rule == "greedy" else 0.8
+    sampling = Sampling(temperature=temperature, top_p=0.5).rows(ROWS, name)
+    keys = jax.random.split(jax.random.key(0), (5, ROWS) if rule == "coupled" else ROWS)
+    verdict = jax.jit(lambda logits: verify(draft, logits, sampling, keys, jnp.asarray(legal)))(
+        logits
+    )
+    emitted, counts = np.asarray(verdict.emitted(draft)), np.asarray(verdict.count)
+    for row, count in enumerate(counts):
+        path = verdict.path[row, :count].tolist()
+        assert emitted[row, :count].tolist() == only[row, path].tolist(), row
+    assert set(counts.tolist()) == {1, 2, 3, 4}
+
+
 def test_a_text_may_end_with_its_token_number_min_new_tokens_plus_one() -> None:
     state = SimpleNamespace(
         sampling=sampled("block"),

@@ -104,7 +104,12 @@ def test_options_of_llguidance_in_a_schema_change_nothing() -> None:
         (lambda: specjax.Choice([]), "give a list of strings"),
         (lambda: specjax.Choice(["a", ""]), "none of them empty"),
         (lambda: specjax.Lark(None), "give a Lark grammar"),
-        (lambda: specjax.Lark('%llguidance {}\nstart: "a"'), "line %llguidance"),
+        (lambda: specjax.Lark('%llguidance {}\nstart: "a"'), "text: %llguidance is not"),
+        (lambda: specjax.Lark('start: "a" // b\r%llguidance {"no_forcing": true}'), "%llguidance"),
+        (
+            lambda: specjax.Lark('start: %json {"\\u0078-guidance": {"lenient": true}}'),
+            "x-guidance",
+        ),
         (lambda: specjax.Lark('start: %json {"x-guidance": {"lenient": true}}'), "x-guidance"),
         (lambda: specjax.Lark("start[temperature=0.5]: /a+/"), "attribute temperature"),
         (lambda: specjax.JsonSchema('{"not":' * 100_000 + "{}" + "}" * 100_000), ""),

@@ -348,6 +348,146 @@ CATALOGUE = (
         breaks="With coupled sampling an end token is masked at all nodes where it is masked at the root.",
     ),
     Mutant(
+        name="mask-of-a-node-is-its-parents",
+        file="specjax/grammars/matcher.py",
+        old="masks[node] = self.mask()",
+        new="masks[max(parents[node], 0)] = self.mask()",
+        tests=(
+            "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
+        ),
+        breaks="A token is judged by the mask one position late: a node's mask is stored at its parent.",
+    ),
+    Mutant(
+        name="mask-of-a-node-is-the-next-ones",
+        file="specjax/grammars/matcher.py",
+        old="masks[node] = self.mask()",
+        new="masks[min(node + 1, count - 1)] = self.mask()",
+        tests=(
+            "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
+        ),
+        breaks="A token is judged by the mask one position early: a node's mask is stored at the next node.",
+    ),
+    Mutant(
+        name="every-tokenization-of-forced-text-is-legal",
+        file="specjax/grammars/matcher.py",
+        old="if not masks[node][token >> 5] >> np.uint32(token & 31) & 1:",
+        new="if token not in self._stop_ids and not self._takes(token):",
+        tests=(
+            "tests/grammars/test_matcher.py::test_a_matcher_takes_tokenizations_that_its_mask_does_not",
+        ),
+        breaks="A drafted token is legal wherever the grammar accepts it, also if forced text has another canonical token.",
+    ),
+    Mutant(
+        name="siblings-masked-as-a-chain",
+        file="specjax/grammars/matcher.py",
+        old="children[parents[node]].append(node)",
+        new="children[node - 1].append(node)",
+        tests=(
+            "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
+        ),
+        breaks="The nodes of a tree are masked as if each followed the one before.",
+    ),
+    Mutant(
+        name="a-matcher-advances-twice-over-a-token",
+        file="specjax/grammars/matcher.py",
+        old='if self._matcher.try_consume_tokens([token]) != 1:\n    raise RuntimeError(f"token {token} is not legal; {self._matcher.get_error()}")',
+        new='if not self._matcher.try_consume_tokens([token, token]):\n    raise RuntimeError(f"token {token} is not legal; {self._matcher.get_error()}")',
+        tests=(
+            "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
+        ),
+        breaks="The matcher consumes a committed token twice where the grammar allows that.",
+    ),
+    Mutant(
+        name="a-matcher-stays-below-a-node",
+        file="specjax/grammars/matcher.py",
+        old="visit(child)\nself._matcher.rollback(1)",
+        new="visit(child)",
+        tests=(
+            "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
+        ),
+        breaks="The matcher is not rolled back after the nodes below a drafted token.",
+    ),
+    Mutant(
+        name="a-text-may-end-anywhere",
+        file="specjax/grammars/matcher.py",
+        old="return bits | self._stops if self.is_complete else bits",
+        new="return bits | self._stops",
+        tests=(
+            "tests/grammars/test_matcher.py::test_a_texts_own_stop_tokens_are_legal_where_it_may_end",
+        ),
+        breaks="Stop tokens are legal where the text does not satisfy the grammar.",
+    ),
+    Mutant(
+        name="nothing-beyond-truncation",
+        file="specjax/sampling.py",
+        old="allowed = jnp.where(keeps_any, kept_and_legal, legal)",
+        new="allowed = kept_and_legal",
+        tests=(
+            "tests/decoding/test_constrained.py::test_probabilities_under_a_mask_equal_the_definition[False]",
+        ),
+        breaks="Where truncation keeps no legal token, nothing is left.",
+    ),
+    Mutant(
+        name="truncation-after-the-mask",
+        file="specjax/sampling.py",
+        old="kept_and_legal = _is_kept(_scaled(logits, sampling), sampling) & legal",
+        new="kept_and_legal = _is_kept(_scaled(only_legal(logits, legal), sampling), sampling) & legal",
+        tests=(
+            "tests/decoding/test_constrained.py::test_probabilities_under_a_mask_equal_the_definition[False]",
+        ),
+        breaks="Truncation sees the legal tokens alone, so that a free token that is legal may not be the constrained one.",
+    ),
+    Mutant(
+        name="not-truncated-beyond-truncation",
+        file="specjax/sampling.py",
+        old="return jnp.where(keeps_any | _is_kept(scaled, sampling), scaled, -jnp.inf)",
+        new="return scaled",
+        tests=(
+            "tests/decoding/test_constrained.py::test_probabilities_under_a_mask_equal_the_definition[False]",
+        ),
+        breaks="Where truncation keeps no legal token, the legal ones are not truncated.",
+    ),
+    Mutant(
+        name="greedy-maximum-over-illegal-tokens",
+        file="specjax/decoding/verification.py",
+        old="return follow_argmax(draft, argmax(only_legal(allowed, is_legal)), good)",
+        new="return follow_argmax(draft, argmax(allowed), good)",
+        tests=(
+            "tests/decoding/test_rules.py::test_by_every_rule_the_only_legal_token_of_each_node_comes[greedy]",
+        ),
+        breaks="In a batch of greedy rows the likeliest token comes, legal or not.",
+    ),
+    Mutant(
+        name="chain-ignores-the-masks",
+        file="specjax/decoding/verification.py",
+        old="p, x = distributions(allowed, sampling, is_legal), draft.tokens[:, 1:]",
+        new="p, x = distributions(allowed, sampling), draft.tokens[:, 1:]",
+        tests=(
+            "tests/decoding/test_rules.py::test_by_every_rule_the_only_legal_token_of_each_node_comes[block]",
+        ),
+        breaks="Of drawn chains tokens come that are not legal.",
+    ),
+    Mutant(
+        name="tree-ignores-the-masks",
+        file="specjax/decoding/verification.py",
+        old="p = probabilities(allowed, sampling, is_legal)",
+        new="p = probabilities(allowed, sampling)",
+        tests=(
+            "tests/decoding/test_rules.py::test_by_every_rule_the_only_legal_token_of_each_node_comes[siblings]",
+        ),
+        breaks="Of trees tokens come that are not legal.",
+    ),
+    Mutant(
+        name="coupled-sees-the-roots-mask",
+        file="specjax/decoding/verification.py",
+        old="noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)\nwords = None if legal is None else at_nodes(legal, node)",
+        new="noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)\nwords = None if legal is None else legal[:, 0]",
+        tests=(
+            "tests/decoding/test_rules.py::test_by_every_rule_the_only_legal_token_of_each_node_comes[coupled]",
+        ),
+        breaks="With coupled sampling each node is judged by the root's mask.",
+    ),
+    Mutant(
         name="noise-slightly-too-small",
         file="specjax/sampling.py",
         old="return noise.reshape(*keys.shape, vocab)",

@@ -4,15 +4,18 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import specjax
 from specjax.decoding.constrained import legal_tokens
-from specjax.errors import InputError
+from specjax.errors import InputError, LogitsError
+from specjax.models.transformer import Target
 from specjax.sampling import make_key
 from specjax.serving import Engine
-from specjax.serving.handle import EngineError
+from specjax.serving.handle import EngineError, TextCancelledError
 from tests.conftest import compilations
 from tests.decoding.test_constrained import (
     DRAFTERS,
@@ -23,9 +26,21 @@ from tests.decoding.test_constrained import (
     compiler,
     models,
 )
+from tests.grammars.oracle import Oracle
 from tests.grammars.tokenizers_for_tests import small_tokenizer
 
 NEW = 20
+
+
+@struct.dataclass
+class BrokenAtSevens(Target):
+    """A target whose logits are NaN where the logit of token 7 is large."""
+
+    def head(self, hidden: jax.Array) -> jax.Array:
+        logits = super().head(hidden)
+        return jnp.where(logits[..., 7:8] > 1.7, jnp.nan, logits)
+
+
 PROMPTS = np.random.default_rng(1).integers(0, VOCABULARY - 1, (12, 9)).tolist()
 
 
@@ -242,3 +257,187 @@ def test_a_text_that_cannot_go_on_fails_alone() -> None:
         assert whole.result(timeout=60).text == "df"
         with pytest.raises(EngineError, match="cannot go on"):
             stuck.result(timeout=60)
+
+
+# --- what ends or disturbs a text -----------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_stop_string_inside_the_grammar_ends_a_text_that_is_not_whole() -> None:
+    grammar = specjax.Choice(["abcabcdeabcde", "abcabcdeabcd01"])
+    with engine() as served:
+        cut = served.submit(
+            PROMPTS[0], max_new_tokens=NEW, eos_token_ids=(END,), grammar=grammar, stop="dea"
+        )
+        beside = served.submit(
+            PROMPTS[1], max_new_tokens=NEW, eos_token_ids=(END,), grammar=grammar, stop="f"
+        )
+        assert cut.result(timeout=60).text == "abcabc"
+        assert beside.result(timeout=60).text in ("abcabcdeabcde", "abcabcdeabcd01")
+    assert (cut.finish_reason, cut.grammar_completed) == ("stop", False)
+    assert (beside.finish_reason, beside.grammar_completed) == ("stop", True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_new_tokens_holds_unless_the_grammar_allows_the_end_alone(temperature) -> None:
+    """Compare with `specjax.generate`; some texts would be shorter without the minimum."""
+    grammars = [specjax.Regex("d(ab)*"), specjax.Choice(["d"]), specjax.Regex("(a|de|f)+")]
+    ends = (END, 5, 6, 7)
+    options = {"max_new_tokens": NEW, "eos_token_ids": ends, "min_new_tokens": 6}
+    cases = list(zip(PROMPTS[:9], grammars * 3, range(9), strict=True))
+
+    def alone(prompt: list[int], grammar: Any, seed: int, **changes: Any) -> list[int]:
+        result = specjax.generate(
+            models()[0],
+            None,
+            [prompt],
+            sampling=specjax.Sampling(temperature=temperature),
+            key=jax.random.fold_in(make_key(seed), np.uint32(0))[None],
+            rule="coupled",
+            grammar=compiler().compile(grammar),
+            **options | changes,
+        )
+        return result.tokens[0, len(prompt) : result.lengths[0]].tolist()
+
+    with engine() as served:
+        handles = [
+            served.submit(prompt, grammar=grammar, seed=seed, temperature=temperature, **options)
+            for prompt, grammar, seed in cases
+        ]
+        texts = [list(handle.result(timeout=120).tokens) for handle in handles]
+    assert texts == [alone(*case) for case in cases]
+    for text, (_, grammar, _) in zip(texts, cases, strict=True):
+        if grammar == grammars[1]:
+            assert text[0] == 3 and text[1] in ends and len(text) == 2
+        else:
+            assert len(text) > 6
+    if temperature:
+        free = [alone(*case, min_new_tokens=0) for case in cases if case[1] != grammars[1]]
+        assert min(map(len, free)) <= 6
+
+
+@pytest.mark.full
+def test_a_text_that_is_cancelled_in_the_middle_disturbs_no_other() -> None:
+    """Cancel texts after their first tokens; then their rows have other texts and grammars."""
+    endless = specjax.Regex("(ab|c|de)*f:")
+    with engine(rows=2, capacity=256, widths=[2]) as served:
+        for index in range(3):
+            cancelled = served.submit(
+                PROMPTS[index],
+                max_new_tokens=240,
+                seed=index,
+                temperature=1.0,
+                eos_token_ids=(END,),
+                grammar=endless,
+            )
+            beside = served.submit(
+                PROMPTS[3 + index],
+                max_new_tokens=NEW,
+                seed=index,
+                temperature=1.0,
+                eos_token_ids=(END,),
+                grammar=GRAMMARS["schema"],
+            )
+            next(iter(cancelled))
+            cancelled.cancel()
+            result = beside.result(timeout=60)
+            assert list(result.tokens) == expected(
+                PROMPTS[3 + index], GRAMMARS["schema"], index, 1.0
+            )
+            with pytest.raises(TextCancelledError):
+                cancelled.result(timeout=60)
+            assert cancelled.finish_reason == "cancelled"
+            matcher = compiler().compile(endless).matcher((END,))
+            matcher.append(cancelled.tokens)  # what had come is legal
+            assert not cancelled.grammar_completed
+
+
+@pytest.mark.full
+def test_logits_that_are_nan_end_the_constrained_text_of_their_row_alone() -> None:
+    broken = BrokenAtSevens(**vars(models()[0]))
+    grammar, options = GRAMMARS["regex"], {"max_new_tokens": NEW, "eos_token_ids": (END,)}
+    fine: dict[int, list[int]] = {}
+    for row, prompt in enumerate(PROMPTS[:8]):
+        try:
+            result = specjax.generate(
+                broken, None, [prompt], grammar=compiler().compile(grammar), **options
+            )
+        except LogitsError as error:
+            result = error.result
+        else:
+            fine[row] = result.tokens[0, len(prompt) : result.lengths[0]].tolist()
+    assert 0 < len(fine) < 8
+    with Engine(
+        broken,
+        DRAFTERS["chain"](*models()),
+        rows=4,
+        capacity=64,
+        page=8,
+        chunk=16,
+        tokenizer=small_tokenizer(),
+        grammars=True,
+        warm=False,
+    ) as served:
+        handles = [
+            served.submit(prompt, grammar=grammar, temperature=0.0, **options)
+            for prompt in PROMPTS[:8]
+        ]
+        for row, handle in enumerate(handles):
+            if row in fine:
+                assert list(handle.result(timeout=120).tokens) == fine[row]
+            else:
+                with pytest.raises((LogitsError, EngineError)):
+                    handle.result(timeout=120)
+                assert not handle.grammar_completed
+
+
+@pytest.mark.full
+def test_shared_prefixes_change_no_constrained_text() -> None:
+    """Check one prompt three times: alone, with its own pages, and under another salt."""
+    prompt = [*PROMPTS[0], *PROMPTS[1], *PROMPTS[2]]
+    grammars = [GRAMMARS["schema"], GRAMMARS["regex"], GRAMMARS["schema"]]
+    with engine() as served:
+        handles = []
+        for grammar, salt in zip(grammars, ("", "", "another"), strict=True):
+            handles.append(
+                served.submit(
+                    prompt,
+                    max_new_tokens=NEW,
+                    seed=4,
+                    temperature=1.0,
+                    eos_token_ids=(END,),
+                    grammar=grammar,
+                    cache_salt=salt,
+                )
+            )
+            handles[-1].result(timeout=60)
+    assert [handle.cached_tokens > 0 for handle in handles] == [False, True, False]
+    for handle, grammar in zip(handles, grammars, strict=True):
+        assert list(handle.tokens) == expected(prompt, grammar, 4, 1.0)
+
+
+@pytest.mark.full
+def test_a_requests_own_end_tokens_end_its_text_where_the_grammar_may_end() -> None:
+    """Check rows that share a grammar and have different end tokens."""
+    grammar = specjax.Regex("(a|d)(a|d|f){2,12}")
+    ends = [(END,), (1, END), (6, 7), ()]
+    with engine() as served:
+        handles = [
+            served.submit(
+                PROMPTS[row],
+                max_new_tokens=NEW,
+                seed=row,
+                temperature=1.5,
+                eos_token_ids=ends[row % 4],
+                grammar=grammar,
+            )
+            for row in range(8)
+        ]
+        texts = [list(handle.result(timeout=60).tokens) for handle in handles]
+    for row, text in enumerate(texts):
+        oracle = Oracle(models()[0], compiler(), grammar, ends[row % 4], temperature=1.5)
+        key = jax.random.fold_in(make_key(row), np.uint32(0))
+        whole = oracle.text(PROMPTS[row], key, 13 if not ends[row % 4] else NEW)
+        assert text == whole, row
+        assert handles[row].grammar_completed and handles[row].finish_reason == "stop"

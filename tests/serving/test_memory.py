@@ -1,18 +1,22 @@
 """Tests of the number of pages that a given memory holds, against an engine's real arrays."""
 
 import re
+from typing import Any
 
 import jax
 import pytest
 
 from specjax import decoding
 from specjax.decoding import rows as device_rows
+from specjax.decoding.constrained_rows import copy_rows
 from specjax.drafters import Drafter, NoDraft, PromptLookup, Streaming
 from specjax.drafters.methods.draft_model import DraftModel
+from specjax.drafts.shapes import DynamicTree
 from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.serving import memory
-from specjax.serving.device import EngineDevice, Sizes
+from specjax.serving.config import EngineConfig
+from specjax.serving.device import ClientDrafts, EngineDevice, Sizes
 from specjax.sharding import make_mesh
 from tests.conftest import HYBRID, tiny_config, tiny_target
 
@@ -139,6 +143,18 @@ def test_memory_for_less_than_a_text_is_refused() -> None:
     assert 4 <= memory.pages_in(float(enough), target, None, **sizes) <= 5
 
 
+def test_memory_of_grammars_is_that_of_a_copy_of_the_rows() -> None:
+    target, sizes = tiny_target(**HYBRID), {"rows": 2, "page": PAGE, "capacity": CAPACITY}
+    config = {"capacity": CAPACITY, "pages": 8, "page": PAGE}
+    state = device_rows.empty(target, NoDraft(), rows=2, **config)
+    copied = bytes_of(copy_rows(state).cache)
+    assert copied == 2 * memory.row_bytes(target, None, PAGE, CAPACITY)
+    for pages in (8, 40):
+        without = memory.pages_in(pages / 1e3, target, None, **sizes)
+        more = pages / 1e3 + copied / 1e9
+        assert memory.pages_in(more, target, None, **sizes, grammars=True) == without
+
+
 def test_memory_for_less_than_the_rows_is_refused() -> None:
     target = tiny_target(**HYBRID)
     with pytest.raises(
@@ -193,3 +209,46 @@ def test_free_memory_is_what_linux_and_the_container_leave(tmp_path) -> None:
         assert memory._free_on_host(tmp_path) == free
     on_this_machine = memory.free_bytes(None)
     assert on_this_machine is None or on_this_machine > 0
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_programs_of_masked_steps_need_little_more_memory_than_free_ones() -> None:
+    """Check XLA's plans for 4 rows with 60 nodes: no mask of all nodes is stored unpacked."""
+    target = tiny_target(vocab_size=20_000, num_layers=1)
+    tree = DynamicTree(top_k=8, depth=6, nodes=60)
+    drafter = DraftModel(target, draft=tree)
+    clients = ClientDrafts(nodes=60, depth=6)
+    config = EngineConfig.of(
+        target,
+        drafter,
+        rows=4,
+        drafts=(tree,),
+        capacity=64,
+        pages=None,
+        page=8,
+        chunk=8,
+        steps=1,
+        tokenizer=None,
+        widths=(4,),
+        max_logprobs=0,
+        max_prediction=0,
+        clients=clients,
+    )
+    device = EngineDevice(target, config.drafters, config.sizes, clients, grammars=True)
+    programs = {
+        (program.kind, *program.key): program
+        for program in device.programs(config.placeholder_settings())
+    }
+
+    def needed(*key: Any) -> int:
+        return programs[key].lower().compile().memory_analysis().temp_size_in_bytes
+
+    # A mask as booleans takes a quarter of the logits.
+    of_logits = 4 * 60 * 20_000 * 4
+    free, masked = needed("decode", 4, 0, False), needed("advance", 4, False, False)
+    assert free > of_logits / 2
+    assert masked - free < of_logits / 16
+    assert needed("verify_masked", 4) - needed("verify", 4) < of_logits / 16

@@ -177,12 +177,23 @@ class _EngineCollector:
         yield self._gauge(
             "specjax:programs_compiled", "Programs that are compiled.", statistics.compiled
         )
+        yield from self._collect_grammars(statistics)
         if self._sessions is not None:
             suspended = "Times that an idle client's row was given to another request."
             yield self._counter(
                 "specjax:client_preemptions", suspended, statistics.clients.preempted
             )
             yield from self._collect_sessions(self._sessions)
+
+    def _collect_grammars(self, statistics: Any) -> Iterator[Metric]:
+        forced = "Tokens that grammars forced, drafted without a drafter."
+        yield self._counter("specjax:grammar_forced_tokens", forced, statistics.forced_tokens)
+        illegal = "Drafted tokens that their grammar did not allow."
+        yield self._counter("specjax:grammar_illegal_tokens", illegal, statistics.illegal_nodes)
+        seconds = "Seconds of making masks of legal tokens."
+        yield self._counter("specjax:grammar_mask_seconds", seconds, statistics.mask_seconds)
+        restored = "Times that a text left its grammar in a call without masks, and was put back."
+        yield self._counter("specjax:grammar_restored_rows", restored, statistics.restored_rows)
 
     def _collect_sessions(self, statistics: SessionStatistics) -> Iterator[Metric]:
         yield self._gauge(

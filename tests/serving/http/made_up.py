@@ -216,9 +216,14 @@ class MadeUpEngine:
         }
         programs = {"compiled": 3, "programs": 5}
         clients = SimpleNamespace(preempted=6)
-        return SimpleNamespace(
-            running=running, waiting=1, clients=clients, **pages, **programs, **self.counted
-        )
+        grammars = {
+            "forced_tokens": 6,
+            "illegal_nodes": 4,
+            "mask_seconds": 0.5,
+            "restored_rows": 3,
+        }
+        counted = pages | programs | grammars | self.counted
+        return SimpleNamespace(running=running, waiting=1, clients=clients, **counted)
 
 
 @contextmanager

@@ -515,6 +515,12 @@ def test_metrics() -> None:
             f"vllm:generation_tokens_total{of}": 15,
             f"vllm:num_preemptions_total{of}": 2,
         },
+        **{
+            f"specjax:grammar_forced_tokens_total{of}": 6,
+            f"specjax:grammar_illegal_tokens_total{of}": 4,
+            f"specjax:grammar_mask_seconds_total{of}": 0.5,
+            f"specjax:grammar_restored_rows_total{of}": 3,
+        },
         **{f"vllm:prefix_cache_queries_total{of}": 10, f"vllm:prefix_cache_hits_total{of}": 2},
         **{
             f"vllm:spec_decode_num_drafts_total{of}": 5,

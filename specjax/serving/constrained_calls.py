@@ -1,0 +1,256 @@
+"""The engine's calls for rows with a grammar: their drafts, their masks, and the check of tokens.
+
+`specjax.decoding.constrained_rows` explains masked steps and free calls. The methods are for the
+engine's thread, which owns the matchers. They need no lock.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+
+from specjax.decoding.constrained import (
+    FORCED,
+    begin_with_forced,
+    forced_draft,
+    legal_tokens,
+)
+from specjax.decoding.rows import Progress
+from specjax.drafts.draft import Draft
+from specjax.grammars import Matcher
+from specjax.serving.choice import DraftChoice
+from specjax.serving.constrained_choice import Call, ConstrainedChoice, Leaving, pooled_leaving
+from specjax.serving.device import EngineDevice
+from specjax.serving.handle import Handle
+from specjax.serving.scheduler import Request
+
+GiveUp = Callable[[int, Exception], None]
+"""Ends the text of a row, or of a request's row, with an error that concerns it alone."""
+
+
+@dataclass
+class GrammarCounts:
+    """The counters of an engine for texts with a grammar.
+
+    Attributes:
+        forced_tokens: tokens that grammars forced, drafted by the host and emitted.
+        illegal_nodes: drafted nodes of masked steps that were not legal.
+        mask_seconds: the host's seconds of making masks.
+        free_calls: calls without masks for rows with a grammar.
+        restored_rows: how often a row went back to where it was before such a call.
+    """
+
+    forced_tokens: int = 0
+    illegal_nodes: int = 0
+    mask_seconds: float = 0.0
+    free_calls: int = 0
+    restored_rows: int = 0
+
+
+class ConstrainedCalls:
+    """What the engine's loop knows of rows with a grammar between two calls.
+
+    Attributes:
+        kinds: the kinds of calls that are made: those that `ConstrainedChoice` chooses, or masked
+            steps alone, or free calls wherever one can be made. Texts do not depend on it.
+        counts: the counters.
+    """
+
+    def __init__(self, device: EngineDevice, choice: DraftChoice) -> None:
+        """Begin without a text."""
+        self.kinds: Literal["chosen", "masked", "free"] = "chosen"
+        self.counts = GrammarCounts()
+        self._device = device
+        self._choice = ConstrainedChoice(choice, device.plain, device.masked, device.sizes.steps)
+        self._pooled = pooled_leaving()
+        self._leaving: WeakKeyDictionary[Request, Leaving] = WeakKeyDictionary()
+        # The legal tokens of a free call that a row is put back before. The row must stay in masked
+        # steps until they and the token after them are emitted: a free call would leave again.
+        self._replays: WeakKeyDictionary[Request, list[int]] = WeakKeyDictionary()
+
+    def known_tokens(
+        self, matchers: Mapping[Request, Matcher], give_up: Callable[[Request, Exception], None]
+    ) -> dict[Request, Sequence[int]]:
+        """Return the tokens that the host can draft for each request, at most `FORCED` of them."""
+        known: dict[Request, Sequence[int]] = {}
+        for request, matcher in matchers.items():
+            try:
+                matcher.begin_step()
+                replay = self._replays.get(request)
+                known[request] = matcher.forced(FORCED) if replay is None else replay[:FORCED]
+            except Exception as error:  # only this text ends
+                give_up(request, error)
+        return known
+
+    def choose(
+        self,
+        known: Mapping[Request, Sequence[int]],
+        rows: int,
+        widths: tuple[int, int],
+        draft: int,
+        most: int,
+        *,
+        copies: bool = False,
+    ) -> Call:
+        """Return the call to make.
+
+        Args:
+            known: the result of `known_tokens`.
+            rows: the number of running rows.
+            widths: the number of rows that a masked step computes, and that a free call computes.
+            draft: the index of the draft of a free call.
+            most: the largest number of steps of a free call.
+            copies: whether masked steps copy predictions.
+        """
+        may_be_free = self.kinds != "masked" and not any(map(self._replays.__contains__, known))
+        if may_be_free and self.kinds == "free":
+            return Call("free", most)
+        return self._choice.choose(
+            widths,
+            rows,
+            forced=[len(tokens) for tokens in known.values()],
+            leaving=[self._of(request).rate for request in known],
+            draft=draft if may_be_free else None,
+            most=most,
+            copies=copies,
+        )
+
+    def _of(self, request: Request) -> Leaving:
+        return self._leaving.setdefault(request, Leaving(self._pooled))
+
+    # --- masked steps -----------------------------------------------------------------------------
+
+    def begin_masked(
+        self,
+        index: int | None,
+        known: Mapping[Request, Sequence[int]],
+        snapshot: Mapping[int, tuple[Request, Handle]],
+        table: np.ndarray,
+        to_retire: np.ndarray,
+        width: int,
+        logprobs: bool,
+        give_up: GiveUp,
+    ) -> Progress:
+        """Queue a masked step on the device, and return its progress, which is not ready yet.
+
+        Args:
+            index: the index of the drafter; None: the host drafts.
+            known: the tokens that the host can draft, by request.
+            snapshot: the request and the handle of each running row.
+            table: ``[rows, n]`` the pages of all rows.
+            to_retire: ``[rows]`` bool, rows without a text.
+            width: the number of rows to compute.
+            logprobs: whether to report log-probabilities.
+            give_up: ends a text with an error.
+        """
+        matchers: list[Matcher | None] = [None] * width
+        tokens: list[Sequence[int]] = [()] * width
+        for row, (request, handle) in snapshot.items():
+            if not to_retire[row] and request in known:
+                matchers[row] = handle.output_options.matcher
+                tokens[row] = known[request]
+        if index is None:
+            draft = on_host = forced_draft(tokens)
+        else:
+            draft = self._device.propose(index, table, to_retire, width)
+            on_host = jax.device_get(replace(draft, q=None))
+        if index is not None and index == self._device.copying and any(tokens):
+            # A drafter that copies takes any draft, so that some rows can have forced text.
+            on_host = begin_with_forced(on_host, tokens)
+            draft = self._device.with_tokens(draft, on_host)
+        started = time.perf_counter()
+        vocab_size = self._device.target.config.vocab_size
+        legal, illegal = legal_tokens(matchers, on_host, vocab_size, give_up)
+        self.counts.mask_seconds += time.perf_counter() - started
+        self.counts.illegal_nodes += illegal
+        if index is not None and index == self._device.masked:
+            self._judge_drafts(on_host, legal, matchers, snapshot)
+        return self._device.advance(index, table, to_retire, draft, legal, width, logprobs)
+
+    def _judge_drafts(
+        self,
+        draft: Draft,
+        legal: np.ndarray,
+        matchers: Sequence[Matcher | None],
+        snapshot: Mapping[int, tuple[Request, Handle]],
+    ) -> None:
+        """Record whether the first drafted token of each constrained row is legal."""
+        if draft.tokens.shape[1] < 2:
+            return
+        for row, matcher in enumerate(matchers):
+            if matcher is not None and (draft.valid is None or draft.valid[row, 1]):
+                token = int(draft.tokens[row, 1])
+                is_legal = bool(legal[row, 0, token >> 5] >> np.uint32(token & 31) & 1)
+                self._of(snapshot[row][0]).drafted(is_legal)
+
+    def end_masked(
+        self,
+        call: Call,
+        known: Mapping[Request, Sequence[int]],
+        snapshot: Mapping[int, tuple[Request, Handle]],
+        progress: Progress,
+        width: int,
+        seconds: float | None,
+    ) -> None:
+        """Record the result of a masked step. ``seconds`` is None if it was not measured."""
+        counts = progress.lengths - progress.starts
+        for row, (request, _) in snapshot.items():
+            emitted, replay = int(counts[row]), self._replays.get(request)
+            if replay is None:
+                if call.kind == "host" and request in known:
+                    self.counts.forced_tokens += min(emitted, len(known[request]))
+            elif progress.tokens[row, :emitted].tolist() == replay[:emitted]:
+                self._replays[request] = replay[emitted:]
+            else:  # the token after the legal ones, or, at a near tie, another one
+                del self._replays[request]
+        if call.kind != "host":
+            emitted = int(sum(counts[row] for row in snapshot))
+            self._choice.record_tokens(call.kind, len(snapshot), emitted)
+        if seconds is not None:
+            longest = max(map(len, known.values()), default=0)
+            self._choice.record(call, width, longest, seconds)
+
+    # --- free calls -------------------------------------------------------------------------------
+
+    def check(
+        self,
+        progress: Progress,
+        snapshot: Mapping[int, tuple[Request, Handle]],
+        before: Any,
+        give_up: GiveUp,
+    ) -> np.ndarray:
+        """Check the tokens of a free call, and put rows back in which one is not legal.
+
+        Args:
+            progress: the progress of the call, on the host.
+            snapshot: the request and the handle of each running row.
+            before: the copy of the rows before the call, from `EngineDevice.copy_rows`.
+            give_up: ends a text with an error.
+
+        Returns:
+            ``[rows]`` bool, the rows that were put back. Their progress has no meaning.
+        """
+        has_left = np.zeros(len(progress.lengths), bool)
+        counts = progress.lengths - progress.starts
+        self.counts.free_calls += 1
+        for row, (request, handle) in snapshot.items():
+            if (matcher := handle.output_options.matcher) is None:
+                continue
+            tokens = progress.tokens[row, : counts[row]].tolist()
+            try:
+                legal = matcher.count_legal(tokens)
+            except Exception as error:  # only this text ends
+                give_up(row, error)
+                continue
+            has_left[row] = legal < len(tokens)
+            self._of(request).checked(legal, bool(has_left[row]))
+            if has_left[row]:
+                self._replays[request] = tokens[:legal]
+        if has_left.any():
+            self._device.restore_rows(before, has_left)
+            self.counts.restored_rows += int(has_left.sum())
+        return has_left

@@ -1,0 +1,178 @@
+"""Texts with a grammar in calls without masks: those of a slow oracle, whatever calls are made."""
+
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax.decoding.constrained import FORCED
+from specjax.drafters import DraftModel
+from specjax.drafts.shapes import Chain
+from specjax.sampling import make_key
+from specjax.serving import Engine
+from tests.conftest import HYBRID, compilations, tiny_target
+from tests.decoding.test_constrained import DRAFTERS, END, GRAMMARS, VOCABULARY, compiler, models
+from tests.grammars.oracle import Oracle
+from tests.grammars.tokenizers_for_tests import small_tokenizer
+
+NEW = 20
+Kinds = Literal["chosen", "masked", "free"]
+SHARED = np.random.default_rng(2).integers(0, VOCABULARY - 1, 17).tolist()
+PROMPTS = [
+    [*(SHARED if index % 2 else []), *prompt]
+    for index, prompt in enumerate(
+        np.random.default_rng(1).integers(0, VOCABULARY - 1, (15, 9)).tolist()
+    )
+]
+GRAMMARS_OF_ROWS = [*GRAMMARS.values(), None]
+SETTINGS = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}]
+
+
+def target_of(model: str) -> Any:
+    return tiny_target(vocab_size=VOCABULARY, **HYBRID) if model == "hybrid" else models()[0]
+
+
+def engine(drafter: str, model: str = "plain", **options: Any) -> Engine:
+    target, draft_model = target_of(model), models()[1]
+    if model == "hybrid":
+        made = DraftModel(tiny_target(seed=5, vocab_size=VOCABULARY, **HYBRID), draft=Chain(3))
+    else:
+        made = DRAFTERS[drafter](target, draft_model)
+    return Engine(
+        target,
+        made,
+        **{"rows": 4, "capacity": 64, "page": 8, "chunk": 16, "steps": 4}
+        | {"tokenizer": small_tokenizer(), "grammars": True, "widths": (4,)}
+        | options,
+    )
+
+
+def cases() -> list[tuple[list[int], Any, int, dict[str, float]]]:
+    """Return prompts, grammars, seeds and sampling parameters; a sixth of the texts is free."""
+    return [
+        (prompt, GRAMMARS_OF_ROWS[index % 6], index, SETTINGS[index % 3])
+        for index, prompt in enumerate(PROMPTS)
+    ]
+
+
+def expected(target: Any, prompt: list[int], grammar: Any, seed: int, setting: Any) -> list[int]:
+    """Return the oracle's text; a free one is that of `specjax.generate` without a drafter."""
+    key = jax.random.fold_in(make_key(seed), np.uint32(0))
+    if grammar is not None:
+        return Oracle(target, compiler(), grammar, (END,), **setting).text(prompt, key, NEW)
+    result = specjax.generate(
+        target,
+        None,
+        [prompt],
+        max_new_tokens=NEW,
+        sampling=specjax.Sampling(**setting),
+        key=key[None],
+        eos_token_ids=(END,),
+        rule="coupled",
+    )
+    return result.tokens[0, len(prompt) : result.lengths[0]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "drafter", "model"),
+    [
+        pytest.param(
+            *("free", "chain", "plain"),
+            marks=pytest.mark.represents("texts that leave their grammar in a free call"),
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                *(("free", drafter, "plain") for drafter in DRAFTERS if drafter != "chain"),
+                ("chosen", "chain", "plain"),
+                ("chosen", "dynamic tree", "plain"),
+                ("masked", "chain", "plain"),
+                ("free", "chain", "hybrid"),
+                ("chosen", "chain", "hybrid"),
+            )
+        ),
+    ],
+)
+def test_every_text_is_the_oracles(kinds: Kinds, drafter: str, model: str) -> None:
+    """Check requests of all grammars in four rows, with preemptions and shared prefixes."""
+    with engine(drafter, model, pages=11) as served:
+        served._loop._constrained.kinds = kinds
+        cancelled = served.submit(PROMPTS[0], grammar=GRAMMARS["anything"], max_new_tokens=40)
+        handles = [
+            served.submit(
+                prompt,
+                max_new_tokens=NEW,
+                seed=seed,
+                eos_token_ids=(END,),
+                grammar=grammar,
+                **setting,
+            )
+            for prompt, grammar, seed, setting in cases()
+        ]
+        handles[3].cancel()
+        cancelled.cancel()
+        results = [h.result(timeout=300).tokens for h in handles if h is not handles[3]]
+        statistics = served.statistics
+    assert statistics.preemptions > 0 and statistics.prompt_tokens_shared > 0
+    assert (statistics.restored_rows > 0) == (kinds != "masked")
+    assert statistics.mask_seconds > 0 and statistics.forced_tokens > 0
+    texts = [expected(target_of(model), *case) for case in cases()]
+    assert [list(tokens) for tokens in results] == texts[:3] + texts[4:]
+
+
+@pytest.mark.full
+def test_log_probabilities_are_those_of_masked_steps_and_nothing_is_compiled() -> None:
+    def run(kinds: Kinds) -> tuple[list[Any], int]:
+        served._loop._constrained.kinds = kinds
+        handles = [
+            served.submit(
+                PROMPTS[index],
+                max_new_tokens=NEW,
+                seed=index,
+                temperature=1.0,
+                eos_token_ids=(END,),
+                grammar=grammar,
+                logprobs=2 if index % 2 else None,
+            )
+            for index, grammar in enumerate(GRAMMARS_OF_ROWS)
+        ]
+        for handle in handles:
+            handle.result(timeout=300)
+        pieces = [[token for piece in handle for token in piece.logprobs] for handle in handles]
+        return [(h.tokens, h.grammar_completed) for h in handles], pieces
+
+    with engine("chain", max_logprobs=2) as served:
+        run("chosen")
+        before = compilations()
+        texts, logprobs = run("masked")
+        free_texts, free_logprobs = run("free")
+        assert compilations() == before
+        assert served.statistics.restored_rows > 0
+    assert free_texts == texts
+    for of_text, of_free_text in zip(logprobs, free_logprobs, strict=True):
+        np.testing.assert_allclose(
+            [token.logprob for token in of_free_text],
+            [token.logprob for token in of_text],
+            atol=1e-4,
+        )
+
+
+@pytest.mark.full
+def test_a_legal_text_is_decoded_without_masks_and_one_that_leaves_with_masks() -> None:
+    """Check that the choice follows the rate of leaving, and that a text is never stuck."""
+    schema = GRAMMARS["schema"]
+    with engine("none", rows=2, widths=(2,), steps=8) as served:
+        for _ in range(3):
+            served.submit(
+                PROMPTS[0], max_new_tokens=40, eos_token_ids=(), grammar=GRAMMARS["anything"]
+            ).result(timeout=300)
+        counts = served._loop._constrained.counts
+        calls = served.statistics.decode_calls
+        assert counts.restored_rows == 0 and counts.free_calls > calls / 2
+        for seed in range(3):
+            served.submit(
+                PROMPTS[0], max_new_tokens=40, seed=seed, eos_token_ids=(), grammar=schema
+            ).result(timeout=300)
+        assert counts.forced_tokens > FORCED
