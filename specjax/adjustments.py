@@ -57,6 +57,7 @@ class Adjustments:
         vocab_size: int,
         bias: np.ndarray | None = None,
         words: list[list[list[int]]] | None = None,
+        sizes: tuple[int, int] | None = None,
     ) -> "Adjustments":
         """Return the adjustments of rows, on the host.
 
@@ -66,10 +67,13 @@ class Adjustments:
             vocab_size: the number of tokens of the target, V.
             bias: ``[B, V]``, see the attribute; None for zeros.
             words: the banned words of each row, of two tokens or more; None for none.
+            sizes: W and L; None for what these words need.
         """
         words = words or [[] for _ in texts]
+        most = max(map(len, words), default=0)
         longest = max((len(word) for row in words for word in row), default=1)
-        packed = np.full((len(texts), max(map(len, words), default=0), longest), NO_TOKEN, np.int32)
+        most, longest = sizes or (most, longest)
+        packed = np.full((len(texts), most, longest), NO_TOKEN, np.int32)
         for row, row_words in enumerate(words):
             for index, word in enumerate(row_words):
                 packed[row, index, longest - len(word) :] = word

@@ -49,6 +49,7 @@ class EngineConfig:
         max_prediction: the largest number of tokens that are copied from a prediction per step.
         default_sampling: the sampling of requests that state none; None: greedy.
         grammars: the compiler of requests' grammars; None: no request may have one.
+        penalties: whether requests may have penalties, biases and banned words.
     """
 
     target: Target
@@ -60,6 +61,7 @@ class EngineConfig:
     max_prediction: int
     default_sampling: Sampling | None
     grammars: GrammarCompiler | None = None
+    penalties: bool = False
 
     @classmethod
     def of(
@@ -80,6 +82,7 @@ class EngineConfig:
         max_prediction: int,
         clients: ClientDrafts | None,
         grammars: bool = False,
+        penalties: bool = False,
     ) -> "EngineConfig":
         """Check the arguments of `Engine`, and build its configuration.
 
@@ -105,6 +108,11 @@ class EngineConfig:
         chunk = chunk or usual_chunk(page, on_cpu=on_cpu)
         capacity = min(positions, USUAL_CAPACITY) if capacity is None else capacity
         groups = groups_of(target.mesh)
+        if penalties and sharding.spans_processes(target.mesh):
+            raise InputError(
+                "penalties: they are not supported on a mesh that spans processes; give"
+                " penalties=False"
+            )
         if pages is not None and pages < 1:
             raise InputError(f"pages={pages}: must be at least 1")
         _check_sizes(rows, groups, page, chunk, capacity, positions, steps)
@@ -130,6 +138,7 @@ class EngineConfig:
             max_prediction,
             default_sampling,
             _grammar_compiler(target, tokenizer, generator) if grammars else None,
+            penalties,
         )
 
     def together(self) -> processes.Processes | None:
@@ -154,7 +163,9 @@ class EngineConfig:
                 self.target, self.drafters, self.sizes, self.clients, processes=together
             )
         has_grammars = self.grammars is not None
-        return EngineDevice(self.target, self.drafters, self.sizes, self.clients, has_grammars)
+        return EngineDevice(
+            self.target, self.drafters, self.sizes, self.clients, has_grammars, self.penalties
+        )
 
     def placeholder_settings(self) -> dict[str, Any]:
         """Return the settings of a text without stop tokens, for the warm-up."""

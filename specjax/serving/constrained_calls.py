@@ -91,7 +91,7 @@ class ConstrainedCalls:
         known: Mapping[Request, Sequence[int]],
         rows: int,
         widths: tuple[int, int],
-        draft: int,
+        draft: int | None,
         most: int,
         *,
         copies: bool = False,
@@ -102,11 +102,12 @@ class ConstrainedCalls:
             known: the result of `known_tokens`.
             rows: the number of running rows.
             widths: the number of rows that a masked step computes, and that a free call computes.
-            draft: the index of the draft of a free call.
+            draft: the index of the draft of a free call; None: none may be made.
             most: the largest number of steps of a free call.
             copies: whether masked steps copy predictions.
         """
-        may_be_free = self.kinds != "masked" and not any(map(self._replays.__contains__, known))
+        may_be_free = draft is not None and self.kinds != "masked"
+        may_be_free = may_be_free and not any(map(self._replays.__contains__, known))
         if may_be_free and self.kinds == "free":
             return Call("free", most)
         return self._choice.choose(
