@@ -92,6 +92,9 @@ class ServeConfig:
         grammar_depth: maximum depth of nested brackets in a grammar.
         grammar_megabytes: memory that compiling a grammar may take, in MB of 10**6 bytes.
         grammar_seconds: CPU time that compiling a grammar may take.
+        penalties: "on" lets requests have penalties, biases, allowed tokens and banned words;
+            "auto" does so wherever it is supported, and "off" saves the memory: eight bytes for
+            each row and token of the vocabulary.
         per_request_spec_decode_metrics: report in each answer how many drafted tokens were
             accepted.
         drain_seconds: seconds that running requests have to finish after SIGTERM.
@@ -139,6 +142,7 @@ class ServeConfig:
     max_logprobs: int = 20
     max_prediction: int = 16
     grammars: Literal["auto", "on", "off"] = "auto"
+    penalties: Literal["auto", "on", "off"] = "auto"
     grammar_characters: int = GrammarLimits.characters
     grammar_depth: int = GrammarLimits.depth
     grammar_megabytes: float = GrammarLimits.megabytes
@@ -270,7 +274,14 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
             )
         drafter = with_told(drafter, config.told)
     page, pages = config.page or memory.usual_page(), None
-    sizes = {"rows": config.rows, "page": page, "chunk": config.chunk or None}
+    may_constrain, may_adjust = has_grammars(config, generator), has_penalties(config, generator)
+    sizes = {
+        "rows": config.rows,
+        "page": page,
+        "chunk": config.chunk or None,
+        "grammars": may_constrain,
+        "penalties": may_adjust,
+    }
     capacity, reason = choose_capacity(config, generator, sizes)
     if config.cache_gb:
         pages = memory.pages_in(
@@ -287,7 +298,8 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         "max_waiting": config.max_queue,
         "max_logprobs": config.max_logprobs,
         "max_prediction": config.max_prediction,
-        "grammars": has_grammars(config, generator),
+        "grammars": may_constrain,
+        "penalties": may_adjust,
         "clients": ClientDrafts(drafter) if takes_drafts else None,
         "client_rows": config.client_rows or None,
         "warm": config.warm,
@@ -329,6 +341,20 @@ def grammar_checker(config: ServeConfig, arguments: dict[str, Any]) -> GrammarCh
         config.grammar_seconds,
     )
     return GrammarChecker(arguments["target"].grammar_compiler, limits)
+
+
+def has_penalties(config: ServeConfig, generator: pipeline.TextGenerator) -> bool:
+    """Return whether requests may have penalties, biases and banned words.
+
+    Raises:
+        InputError: they shall, by ``--penalties on``, and the mesh does not support it.
+    """
+    spans = spans_processes(generator.target.mesh)
+    if spans and config.penalties == "on":
+        raise InputError(
+            "penalties='on': a mesh that spans processes does not support them; give auto or off"
+        )
+    return not spans and config.penalties != "off"
 
 
 def choose_capacity(

@@ -82,7 +82,7 @@ class EngineConfig:
         max_prediction: int,
         clients: ClientDrafts | None,
         grammars: bool = False,
-        penalties: bool = False,
+        penalties: bool | None = None,
     ) -> "EngineConfig":
         """Check the arguments of `Engine`, and build its configuration.
 
@@ -108,11 +108,7 @@ class EngineConfig:
         chunk = chunk or usual_chunk(page, on_cpu=on_cpu)
         capacity = min(positions, USUAL_CAPACITY) if capacity is None else capacity
         groups = groups_of(target.mesh)
-        if penalties and sharding.spans_processes(target.mesh):
-            raise InputError(
-                "penalties: they are not supported on a mesh that spans processes; give"
-                " penalties=False"
-            )
+        penalties = _penalties(target, default_sampling, penalties)
         if pages is not None and pages < 1:
             raise InputError(f"pages={pages}: must be at least 1")
         _check_sizes(rows, groups, page, chunk, capacity, positions, steps)
@@ -238,6 +234,28 @@ def _grammar_compiler(
     if generator is not None:
         return generator.grammar_compiler
     return GrammarCompiler(tokenizer, target.config.vocab_size)
+
+
+def _penalties(target: Target, defaults: Sampling | None, stated: bool | None) -> bool:
+    """Return whether requests may have penalties; by default, if those of the checkpoint do.
+
+    Raises:
+        InputError: The checkpoint's own parameters have one and requests may have none, or the mesh
+            does not support them.
+    """
+    has_own = defaults is not None and defaults.has_penalties
+    if stated is False and has_own:
+        raise InputError(
+            f"penalties=False: the checkpoint's own parameters are {defaults}; give penalties=True,"
+            " or load it with generation_config=None"
+        )
+    penalties = has_own if stated is None else stated
+    if penalties and sharding.spans_processes(target.mesh):
+        advice = "load it with generation_config=None" if has_own else "give penalties=False"
+        raise InputError(
+            f"penalties: they are not supported on a mesh that spans processes; {advice}"
+        )
+    return penalties
 
 
 def _check_sizes(

@@ -78,7 +78,7 @@ class Engine:
         max_prediction: int = 0,
         clients: ClientDrafts | None = None,
         grammars: bool = False,
-        penalties: bool = False,
+        penalties: bool | None = None,
         client_rows: int | None = None,
         client_idle_seconds: float = 1.0,
         warm: bool = True,
@@ -119,7 +119,7 @@ class Engine:
                 and the engine needs a tokenizer.
             penalties: whether requests may have penalties, biases and banned words. Then a few more
                 programs are compiled, and every row takes eight bytes for each token of the
-                vocabulary.
+                vocabulary. None: only if the checkpoint's own parameters have a penalty.
             client_rows: the largest number of rows for the clients of one owner; None: half of
                 ``rows``, at least 1.
             client_idle_seconds: seconds without a draft after which a client's row may be given to

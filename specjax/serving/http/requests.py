@@ -10,14 +10,14 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, TypeVar, Union, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from specjax.arguments import LARGEST, LARGEST_FLOAT
 from specjax.errors import InputError
-from specjax.sampling import SAMPLING_NAMES, Sampling
+from specjax.sampling import PENALTIES, SAMPLING_NAMES, Sampling
 from specjax.sampling_params import SamplingParams
 from specjax.serving.http.errors import RequestError, invalid
 from specjax.serving.http.grammars import PARAMETERS as GRAMMAR_PARAMETERS
@@ -74,6 +74,7 @@ class Limits:
         capacity: the maximal length of a text in tokens, prompt and output; None: it is unknown.
         has_chat: whether the tokenizer has a chat template.
         has_grammars: whether requests may state a grammar.
+        has_penalties: whether requests may have penalties, biases and banned words.
         template_names: the variables that the chat template reads; None: they are unknown.
         eos_token_ids: the model's end-of-sequence ids.
         default_sampling: the temperature, top_k, top_p and min_p of requests that do not state
@@ -92,6 +93,7 @@ class Limits:
     capacity: int | None = None
     has_chat: bool = True
     has_grammars: bool = True
+    has_penalties: bool = True
     template_names: frozenset[str] | None = None
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: Sampling = Sampling(temperature=1.0)
@@ -733,8 +735,9 @@ def _request(
         is_supported=limits.has_grammars,
     )
     try:
+        sampling = _sampling(fields, limits)
         params = SamplingParams(
-            **vars(_sampling(fields, limits)),
+            **vars(sampling),
             max_new_tokens=LARGEST,
             min_new_tokens=min_tokens,
             eos_token_ids=stop_token_ids,
@@ -743,6 +746,8 @@ def _request(
         )
     except InputError as error:  # an error of the defaults, because stated values are within bounds
         raise RequestError(400, str(error)) from None
+    if params.has_adjustments and not limits.has_penalties:
+        _refuse_penalties(params)
     return TextRequest(
         model=str(fields.model),
         prompts=prompts,
@@ -770,6 +775,15 @@ def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
     if stated["top_p"] == 0:
         raise invalid("top_p", "top_p=0: must be above 0; for greedy sampling give temperature 0")
     return limits.default_sampling.with_explicit(**stated)
+
+
+def _refuse_penalties(params: SamplingParams) -> NoReturn:
+    """Raise RequestError for a penalty or bias, because the server has none."""
+    neutral = SamplingParams(temperature=params.temperature)
+    names = (*PENALTIES, "logit_bias", "allowed_token_ids", "bad_words")
+    name = next(name for name in names if getattr(params, name) != getattr(neutral, name))
+    message = f"{name}: this server has no penalties (--penalties off); leave it out"
+    raise invalid(name, message, code="unsupported_parameter")
 
 
 def _biases(fields: _TextFields, limits: Limits) -> dict[str, Any]:
