@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import specjax
 from specjax.adjustments import NO_TOKEN, Adjustments, adjusted
 from specjax.decoding import verification
 from specjax.drafters import DraftModel, PromptLookup, candidates
+from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.errors import InputError, LogitsError
 from specjax.evaluation.conformance import FALSE_ALARM, g_test
@@ -495,3 +497,37 @@ def test_a_drafter_that_counts_differently_changes_speed_alone(drafter, monkeypa
     monkeypatch.setattr(candidates, "before_temperature", lambda logits, rows, depth, **_: logits)
     result = generate(drafter, rows, prompts_of(rows))
     assert outputs(result) == expected("drawn")
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("greedy", [False, True])
+def test_penalties_make_no_array_of_all_nodes(greedy) -> None:
+    """Check the memory of a verdict of 8 rows, 60 nodes and 151,936 tokens, by the compiler."""
+    rows, nodes, vocab = 8, 60, 151_936
+    parents = np.array([-1, *((node - 1) // 2 for node in range(1, nodes))])
+    shape = jax.ShapeDtypeStruct
+    settings = specjax.Sampling(temperature=0.0 if greedy else 0.8, top_p=0.9).rows(rows, "coupled")
+    seen = Adjustments(
+        counts=shape((rows, vocab), jnp.int32),
+        bias=shape((rows, vocab), jnp.float32),
+        words=shape((rows, 64, 8), jnp.int32),
+        tail=shape((rows, 7), jnp.int32),
+    )
+
+    def run(tokens: Any, logits: Any, settings: Any, keys: Any) -> Any:
+        draft = Draft.of_tree(tokens, parents)
+        depths = jnp.arange(draft.depth + 1)[:, None]
+        positions = jnp.broadcast_to(depths, (len(depths), rows))
+        return verification.verify(draft, logits, settings, position_keys(keys, positions))
+
+    def temporary(settings: Any) -> int:
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+        arguments = shape((rows, nodes), jnp.int32), shape((rows, nodes, vocab), jnp.float32)
+        compiled = jax.jit(run).lower(*arguments, settings, keys).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    of_rows = rows * vocab * 4
+    assert temporary(replace(settings, adjustments=seen)) < temporary(settings) + 3 * of_rows
