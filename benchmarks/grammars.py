@@ -251,8 +251,7 @@ def masks(config: GrammarsConfig) -> dict[str, Any]:
             drafted = np.tile(np.asarray(ids[position - 1 : position + nodes - 1]), (rows, 1))
             if position == 0:
                 drafted = np.tile(np.asarray([0, *ids[: nodes - 1]]), (rows, 1))
-            draft = Draft.of_tree(drafted, tree.chain_parents(nodes))
-            draft = jax.device_get(draft)
+            draft = jax.device_get(Draft.of_tree(jnp.asarray(drafted), tree.chain_parents(nodes)))
             started, cpu_started = time.perf_counter(), time.process_time()
             legal_tokens(matchers, draft, size)
             times.append(1e3 * (time.perf_counter() - started))
@@ -295,7 +294,7 @@ def run(config: GrammarsConfig, show: Callable[[str, int, dict[str, Any]], None]
     if "masks" in config.parts:
         results["masks"] = masks(config)
         print(json.dumps(results["masks"]), flush=True)
-    parts = [part for part in config.parts if part != "masks"]
+    parts: list[Part] = [part for part in config.parts if part != "masks"]
     if not parts:
         return results
     bench = start(config)

@@ -63,6 +63,8 @@ class EvaluateConfig:
         json_schema: file with a JSON schema; answers are JSON that the schema accepts.
         regex: regular expression that every answer matches as a whole.
         choice: every answer is one of these.
+        grammar_after: text or added token, such as </think>, after which the grammar of the three
+            options before begins; what comes before it is free.
         repeats: number of timed runs of every answer. The results show their spread.
         seed: random seed.
         dtype: data type of the params, float32, bfloat16 or float16; the default is float32 on CPUs
@@ -97,6 +99,7 @@ class EvaluateConfig:
     json_schema: str = ""
     regex: str = ""
     choice: tuple[str, ...] = ()
+    grammar_after: str = ""
     repeats: int = 3
     seed: int = 0
     dtype: str = ""
@@ -124,7 +127,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
     if output is not None and output.is_file():
         raise InputError(f"output={config.output!r} is a file: give a directory")
     questions = read_questions(config.questions, config.per_category) if config.questions else []
-    grammar = read_grammar(config.json_schema, config.regex, config.choice)
+    grammar = read_grammar(config.json_schema, config.regex, config.choice, config.grammar_after)
     if config.lossless and grammar is not None:
         raise InputError(
             "lossless=True: it tests free text; leave out json_schema, regex and choice"

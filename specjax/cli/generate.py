@@ -87,6 +87,8 @@ class GenerateConfig:
         json_schema: file with a JSON schema; the text is JSON that the schema accepts.
         regex: regular expression that the whole text matches.
         choice: the text is one of these.
+        grammar_after: text or added token, such as </think>, after which the grammar of the three
+            options before begins; what comes before it is free.
         json: print one JSON object with token ids, text and statistics at the end.
         dtype: data type of the params, float32, bfloat16 or float16; the default is float32 on CPUs
             and bfloat16 elsewhere.
@@ -128,6 +130,7 @@ class GenerateConfig:
     json_schema: str = ""
     regex: str = ""
     choice: tuple[str, ...] = ()
+    grammar_after: str = ""
     json: bool = False
     dtype: str = ""
     weights: str = schemes.AS_STORED
@@ -237,7 +240,7 @@ def read_options(
         seed=config.seed,
         eos_token_ids=() if config.ignore_eos else None,
         rule=config.rule,
-        grammar=read_grammar(config.json_schema, config.regex, config.choice),
+        grammar=read_grammar(config.json_schema, config.regex, config.choice, config.grammar_after),
         bad_words=config.bad_words,
         **vars((default_sampling or GREEDY).with_explicit(**_stated(config))),
     )

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specjax.errors import InputError
-from specjax.grammars import Choice, Grammar, GrammarCompiler, JsonSchema, Regex
+from specjax.grammars import After, Choice, Grammar, GrammarCompiler, JsonSchema, Regex
 
 
-def read_grammar(json_schema: str, regex: str, choice: Sequence[str]) -> Grammar | None:
+def read_grammar(
+    json_schema: str, regex: str, choice: Sequence[str], after: str = ""
+) -> Grammar | None:
     """Return the grammar of the options; None if there is none.
 
     It is compiled once for a vocabulary of single bytes, so that a grammar with a part that is not
@@ -17,6 +19,7 @@ def read_grammar(json_schema: str, regex: str, choice: Sequence[str]) -> Grammar
         json_schema: a file with a JSON schema; "" for none.
         regex: a regular expression; "" for none.
         choice: texts to choose from; empty for none.
+        after: a text or an added token after which the grammar begins; "" for at once.
 
     Raises:
         InputError: more than one option is given, or one cannot be used. The message names it.
@@ -31,6 +34,10 @@ def read_grammar(json_schema: str, regex: str, choice: Sequence[str]) -> Grammar
     if len(stated) > 1:
         raise InputError(f"{stated[1]}: {stated[0]} constrains the text already; give one of them")
     if not stated:
+        if after:
+            raise InputError(
+                f"grammar_after={after!r}: there is no grammar; give json_schema, regex or choice"
+            )
         return None
     if json_schema:
         try:
@@ -47,4 +54,4 @@ def read_grammar(json_schema: str, regex: str, choice: Sequence[str]) -> Grammar
         compiler.compile(grammar)
     except InputError as error:
         raise InputError(f"{stated[0]}={options[stated[0]]!r}: {error}") from None
-    return grammar
+    return After(after, grammar) if after else grammar

@@ -87,6 +87,8 @@ class RegenerateConfig:
             fingerprint of its content is stored with the options.
         regex: regular expression that every answer matches as a whole.
         choice: every answer is one of these.
+        grammar_after: text or added token, such as </think>, after which the grammar of the three
+            options before begins; what comes before it is free.
         mesh: number of devices of each mesh axis, data and model.
     """
 
@@ -111,6 +113,7 @@ class RegenerateConfig:
     json_schema: str = ""
     regex: str = ""
     choice: tuple[str, ...] = ()
+    grammar_after: str = ""
     mesh: tuple[int, int] = (1, 1)
 
 
@@ -189,7 +192,7 @@ def _check(config: RegenerateConfig) -> Grammar | None:
     if config.limit < 0:
         raise InputError(f"limit={config.limit}: must be at least 0; 0 is all")
     check_stop(config.stop)
-    return read_grammar(config.json_schema, config.regex, config.choice)
+    return read_grammar(config.json_schema, config.regex, config.choice, config.grammar_after)
 
 
 def _say_missing(config: RegenerateConfig) -> int:

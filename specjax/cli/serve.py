@@ -311,13 +311,11 @@ def has_grammars(config: ServeConfig, generator: pipeline.TextGenerator) -> bool
     """Return whether requests may have grammars.
 
     Raises:
-        InputError: they shall, by ``--grammars on``, and this model or mesh does not support it.
+        InputError: they shall, by ``--grammars on``, and this model does not support it.
     """
     if config.grammars == "off":
         return False
     try:
-        if spans_processes(generator.target.mesh):
-            raise InputError("a mesh that spans processes does not support them")
         generator.grammar_compiler  # noqa: B018 - it is built here, which refuses some tokenizers
     except InputError as error:
         if config.grammars == "on":
@@ -394,7 +392,7 @@ def check_numbers(config: ServeConfig) -> None:
     """
     minimums: dict[str, float] = {"rows": 1, "max_connections": 1, "reader_seconds": 1}
     minimums |= {"grammar_characters": 1, "grammar_depth": 1}
-    minimums |= {"grammar_megabytes": 1, "grammar_seconds": 0.1}
+    minimums |= {"grammar_megabytes": 32, "grammar_seconds": 0.1}
     for option in fields(config):
         value = getattr(config, option.name)
         if isinstance(value, int | float) and not minimums.get(option.name, 0) <= value < math.inf:

@@ -194,8 +194,6 @@ class _Batch:
         lengths: Any,
         options: GenerationOptions,
     ) -> None:
-        if options.grammar is not None and sharding.spans_processes(target.mesh):
-            raise InputError("grammar: not supported on a mesh that spans processes; leave it out")
         self._target = target
         self._drafter, self._state = start(target, drafter, tokens, lengths, options)
         self._width = _width(tokens, options.max_new_tokens)

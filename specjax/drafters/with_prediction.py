@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import struct
 
 from specjax.drafters.base import Committed, Drafter, DraftingReads, tokens_at, zeros_of
-from specjax.drafters.pausable import ROOM
 from specjax.drafters.wrapper import Wrapper
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
@@ -249,7 +248,7 @@ class WithPrediction(Wrapper[WithPredictionState]):
         state: WithPredictionState,
         tokens: jax.Array,
         cache: KVCache | PagedCache,
-        most: int = ROOM,
+        most: int,
     ) -> WithPredictionState:
         """Let the wrapped drafter catch up; it must be a `specjax.drafters.pausable.Pausable`."""
         caught_up = self.drafter.catch_up(target, state.own, tokens, cache, most)  # pyright: ignore[reportAttributeAccessIssue]

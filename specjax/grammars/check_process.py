@@ -33,6 +33,9 @@ row. A text whose grammar exceeds a limit ends with an error.
 
 _LIBC = ctypes.CDLL(None)
 
+KEPT = 8
+"""A compiled grammar may keep one part of so many of the memory: a server holds many of them."""
+
 WALL_FACTOR = 4
 """A check may take this many times its CPU seconds, because other processes need the CPU, too."""
 
@@ -81,8 +84,24 @@ def compile_source(tokenizer: Any, source: str, limits: Mapping[str, Any] | None
 
 
 def first_line(error: str) -> str:
-    """Return the first line of an error of llguidance."""
-    return error.strip().splitlines()[0] if error.strip() else "llguidance refuses it"
+    """Return what an error of llguidance says, in one line."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    if not lines:
+        return "llguidance refuses it"
+    # The errors of a regular expression say why further down.
+    causes = [line for line in lines[1:] if line.startswith("error: ")]
+    text = " ".join([lines[0], *causes[:1]])
+    for theirs, ours in _PLAIN.items():
+        text = text.replace(theirs, ours)
+    return text
+
+
+_PLAIN = {
+    "NoExtensionBias": "no text satisfies it",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with"
+    " anyOf": "oneOf is supported only where a type or a constant tells its parts apart; use anyOf",
+}
+"""Errors of llguidance, and what they mean for users."""
 
 
 def default_stack() -> int:
@@ -135,8 +154,12 @@ def _fork(tokenizer: Any, source: str, settings: Mapping[str, Any]) -> tuple[int
         for fd in (reads, 0, 1):
             os.close(fd)
         _limit_this_process(settings)
+        before = _kilobytes("RssAnon")
         matcher = compile_source(tokenizer, source, settings["limits"])
         error = first_line(matcher.get_error()) if matcher.is_error() else ""
+        kept = settings["megabytes"] / KEPT
+        if not error and _kilobytes("RssAnon") - before > kept * 1e3:
+            error = f"it takes more than {kept:g} MB once it is compiled; simplify it"
         if not error:
             _walk(tokenizer, matcher)
         os.write(writes, json.dumps({"error": error[:1000]}).encode())
@@ -149,8 +172,7 @@ def _fork(tokenizer: Any, source: str, settings: Mapping[str, Any]) -> tuple[int
 def _limit_this_process(settings: Mapping[str, Any]) -> None:
     """Let the system end this process at its bounds, and with its parent."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    memory = pages * resource.getpagesize() + int(settings["megabytes"] * 1e6)
+    memory = 1024 * _kilobytes("VmSize") + int(settings["megabytes"] * 1e6)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The server compiles and reads in threads. What passes here has room to spare there.
@@ -158,6 +180,11 @@ def _limit_this_process(settings: Mapping[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (stack, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     signal.setitimer(signal.ITIMER_PROF, settings["seconds"])  # CPU time; its signal ends us
     signal.setitimer(signal.ITIMER_REAL, settings["seconds"] * WALL_FACTOR)
+
+
+def _kilobytes(name: str) -> int:
+    """Return a number that the system has of this process's memory, such as "VmSize"."""
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
 
 
 def _walk(tokenizer: Any, matcher: Any) -> None:

@@ -9,11 +9,18 @@ from typing import Any
 
 from specjax.errors import InputError
 from specjax.grammars.notation import quoted, regex_terminal
+from specjax.grammars.schema import translated_schema
 
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """The whitespace that JSON may have between its parts. Small models repeat unbounded whitespace."""
 
-_FLEXIBLE, _COMPACT = {"whitespace_pattern": WHITESPACE}, {"whitespace_flexible": False}
+_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
+"""Only one way to spell each string: a key that is spelled in another way escapes its schema."""
+
+_FLEXIBLE, _COMPACT = (
+    {"whitespace_pattern": WHITESPACE} | _ESCAPES,
+    {"whitespace_flexible": False} | _ESCAPES,
+)
 """The options of llguidance in the source of a `JsonSchema`, with whitespace and without."""
 
 
@@ -117,6 +124,8 @@ class JsonSchema(Grammar):
         options = _FLEXIBLE if whitespace else _COMPACT
         if isinstance(parsed, bool):
             parsed = {} if parsed else {"enum": []}
+        else:
+            parsed = translated_schema(parsed)
         self._set_source(json_schema=parsed | {"x-guidance": options})
 
 

@@ -115,7 +115,10 @@ def tokenized_source(source: str, tokens: AddedTokens) -> str:
     if not source.startswith('{"structure": '):
         return source
     writer = _Writer(tokens)
-    start = writer.sequence([json.loads(source)["structure"]], is_last=True)
+    try:
+        start = writer.sequence([json.loads(source)["structure"]], is_last=True)
+    except RecursionError:
+        raise InputError("it is nested too deeply; use fewer levels") from None
     rules = "".join(f"{rule}\n" for rule in [f"start: {start}", *writer.rules])
     return json.dumps({"grammars": [{"lark_grammar": _HEADER + rules}, *writer.grammars]})
 

@@ -90,7 +90,12 @@ class StructuralTag(Grammar):
 
     def __init__(self, spec: Mapping[str, Any] | str) -> None:
         """Make the grammar."""
-        self._write(structure_source(_parse(spec)))
+        try:
+            self._write(structure_source(_parse(spec)))
+        except RecursionError:
+            raise InputError(
+                f"structural_tag={reprlib.repr(spec)}: it is nested too deeply; use fewer levels"
+            ) from None
 
 
 def _parse(spec: Any) -> Node:

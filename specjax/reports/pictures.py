@@ -103,9 +103,10 @@ def draw_draft(
         if node:
             _join(axes, points[int(parents[node])], points[node], **look)
         write_token(axes, *points[node], labels[node], **look)
-        x, y = points[node]
-        note = {"fontsize": 0.75 * _SIZE, "color": style.theme().muted, "zorder": 3}
-        axes.text(x, y + 0.19 / row_inches, notes[node], ha="center", va="top", **note)
+        if notes[node]:
+            x, y = points[node]
+            note = {"fontsize": 0.75 * _SIZE, "color": style.theme().muted, "zorder": 3}
+            axes.text(x, y + 0.19 / row_inches, notes[node], ha="center", va="top", **note)
     axes.set_xlim(0, width)
     axes.set_ylim(lowest + 0.7, -0.9)
     axes.set_xticks(

@@ -460,18 +460,14 @@ class Clients:
             return
         self._device.wait()  # so that the time of queued prefill chunks does not count
         started = time.perf_counter()
-        matchers = [row.matcher for row, _ in drafts]
+        trees, matchers = [draft for _, draft in drafts], [row.matcher for row, _ in drafts]
         for matcher in filter(None, matchers):
             matcher.begin_step()
         failed: dict[int, Exception] = {}
-        verified = self._device.verify(
-            table,
-            rows,  # pyright: ignore[reportArgumentType]
-            [draft for _, draft in drafts],
-            matchers if any(matchers) else (),
-            failed.__setitem__,
-        )
-        checked = jax.device_get(verified)
+        legal = None
+        if any(matchers):
+            legal = self._device.legal_after(trees, matchers, failed.__setitem__)
+        checked = jax.device_get(self._device.verify(table, rows, trees, legal))  # pyright: ignore[reportArgumentType]
         seconds = time.perf_counter() - started
         with self.wake:
             self._counts["calls"] += 1

@@ -154,11 +154,16 @@ class EngineConfig:
 
     def device(self, together: processes.Processes | None) -> EngineDevice:
         """Return a device whose rows are free. That of the first of several processes leads."""
+        has_grammars = self.grammars is not None
         if together is not None and together.is_first:
             return over_hosts.LeadingDevice(
-                self.target, self.drafters, self.sizes, self.clients, processes=together
+                self.target,
+                self.drafters,
+                self.sizes,
+                self.clients,
+                has_grammars,
+                processes=together,
             )
-        has_grammars = self.grammars is not None
         return EngineDevice(
             self.target, self.drafters, self.sizes, self.clients, has_grammars, self.penalties
         )
@@ -223,14 +228,10 @@ def _grammar_compiler(
     """Return the compiler of requests' grammars: that of the generator, if there is one.
 
     Raises:
-        InputError: There is no tokenizer, or the target spans processes.
+        InputError: There is no tokenizer, or it is not supported.
     """
     if tokenizer is None:
         raise InputError("grammars: they need the target's tokenizer; give tokenizer=...")
-    if sharding.spans_processes(target.mesh):
-        raise InputError(
-            "grammars: they are not supported on a mesh that spans processes; give grammars=False"
-        )
     if generator is not None:
         return generator.grammar_compiler
     return GrammarCompiler(tokenizer, target.config.vocab_size)

@@ -6,7 +6,7 @@ engine's thread, which owns the matchers. They need no lock.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -155,14 +155,13 @@ class ConstrainedCalls:
                 matchers[row] = handle.output_options.matcher
                 tokens[row] = known[request]
         if index is None:
-            draft = on_host = forced_draft(tokens)
+            on_host = changed = forced_draft(tokens)
         else:
-            draft = self._device.propose(index, table, to_retire, width)
-            on_host = jax.device_get(replace(draft, q=None))
+            on_host = jax.device_get(self._device.propose(index, table, to_retire, width))
+            changed = None
         if index is not None and index == self._device.copying and any(tokens):
             # A drafter that copies takes any draft, so that some rows can have forced text.
-            on_host = begin_with_forced(on_host, tokens)
-            draft = self._device.with_tokens(draft, on_host)
+            on_host = changed = begin_with_forced(on_host, tokens)
         started = time.perf_counter()
         vocab_size = self._device.target.config.vocab_size
         legal, illegal = legal_tokens(matchers, on_host, vocab_size, give_up)
@@ -170,7 +169,7 @@ class ConstrainedCalls:
         self.counts.illegal_nodes += illegal
         if index is not None and index == self._device.masked:
             self._judge_drafts(on_host, legal, matchers, snapshot)
-        return self._device.advance(index, table, to_retire, draft, legal, width, logprobs)
+        return self._device.advance(index, table, to_retire, changed, legal, width, logprobs)
 
     def _judge_drafts(
         self,
@@ -235,7 +234,7 @@ class ConstrainedCalls:
         Returns:
             ``[rows]`` bool, the rows that were put back. Their progress has no meaning.
         """
-        has_left = np.zeros(len(progress.lengths), bool)
+        started, has_left = time.perf_counter(), np.zeros(len(progress.lengths), bool)
         counts = progress.lengths - progress.starts
         self.counts.free_calls += 1
         for row, (request, handle) in snapshot.items():
@@ -254,4 +253,5 @@ class ConstrainedCalls:
         if has_left.any():
             self._device.restore_rows(before, has_left)
             self.counts.restored_rows += int(has_left.sum())
+        self._choice.record_free(time.perf_counter() - started)
         return has_left

@@ -28,7 +28,13 @@ LEAVING_MEMORY = 64
 _EXPECTED_LEAVING = 0.05
 """The assumed chance that a free token is not legal, before any is checked."""
 
-_BETTER = 1.02
+_BETTER = 1.05
+"""The factor by which a kind must be faster to replace the current one."""
+
+_HOST_SECONDS = 0.001
+"""The assumed seconds of the host's work for a call, before any was measured."""
+
+_KINDS: tuple[str, ...] = ("drafted", "copying", "host", "free")
 
 
 @dataclass
@@ -139,10 +145,11 @@ class ConstrainedChoice:
         self._has_run: set[tuple[int, str, int]] = set()
         depth = 0 if masked is None else _depth(free, masked)
         # The tokens of a row in a step with a draft, by kind.
-        self._tokens = {kind: _Share(MEMORY, weight=4) for kind in ("drafted", "copying")}
+        self._tokens = {kind: _Share(MEMORY, weight=4) for kind in _KINDS[:2]}
         self._expected_tokens = sum(0.8**level for level in range(depth + 1))
+        self._host_seconds = _HOST_SECONDS  # of a free call
         self._clock = 0.0
-        self._last_used = dict.fromkeys(("drafted", "copying", "host", "free"), 0.0)
+        self._last_used: dict[str, float] = dict.fromkeys(_KINDS, 0.0)
         self._current = ""
 
     def choose(
@@ -183,10 +190,13 @@ class ConstrainedChoice:
                 for steps in sorted({1, 2, 4, most})
                 if steps <= most
             ]
-            calls["free"] = max(candidates, key=lambda candidate: candidate[1] / candidate[2])
+            # Among equals the longest call.
+            calls["free"] = max(candidates, key=lambda it: (it[1] / it[2], it[0].steps))
         chosen = self._best(calls)
         if not longest:
-            self._current, chosen = chosen, self._trial(chosen, calls)
+            # A free call is the same step without masks: masked steps need no trial to show that.
+            self._current = chosen
+            chosen = chosen if chosen == "free" else self._trial(chosen, calls)
         call, _, seconds = calls[chosen]
         self._clock += seconds
         self._last_used[chosen] = self._clock
@@ -200,8 +210,9 @@ class ConstrainedChoice:
 
     def _trial(self, chosen: str, calls: dict[str, tuple[Call, float, float]]) -> str:
         """Return a kind that was not used lately, so that its measurements stay true."""
-        for kind in calls.keys() - {chosen}:
-            if (self._clock - self._last_used[kind]) * TRIALS > calls[kind][2]:
+        idle = [kind for kind in calls if kind != chosen]
+        for kind in idle:
+            if (self._clock - self._last_used[kind]) * TRIALS > len(idle) * calls[kind][2]:
                 return kind
         return chosen
 
@@ -212,11 +223,18 @@ class ConstrainedChoice:
         return self._measured(width, "host", _bucket(longest), self._plain)
 
     def _measured(self, width: int, kind: str, longest: int, like: int) -> float:
-        """Return the seconds of a masked step, or those of a free step ``like`` it."""
-        seconds = self._seconds.get((width, kind, longest))
-        if seconds is None and (same := self._seconds.get((width, kind, 0))) is not None:
-            return same
-        return self._step(width, like) if seconds is None else seconds
+        """Return the seconds of a masked step, at least those of a free call of a step ``like`` it.
+
+        A masked step computes more than that call. One that was timed while the machine was faster
+        would look better than it is.
+        """
+        seconds = self._seconds.get((width, kind, longest), self._seconds.get((width, kind, 0)))
+        if kind == "copying" and seconds is not None:
+            return seconds
+        step = self._step(width, like)
+        if seconds is None:
+            return step + 2 * _HOST_SECONDS
+        return max(step + self._host_seconds, seconds)
 
     def _step(self, width: int, draft: int) -> float:
         """Return the seconds of a free step; if it was not timed, of any other."""
@@ -241,7 +259,7 @@ class ConstrainedChoice:
         )
         replays = 1 - math.prod(stays)
         tokens = kept + emitted * (rows - len(leaving)) + replays * rows
-        seconds = steps * self._step(free_width, draft)
+        seconds = self._host_seconds + steps * self._step(free_width, draft)
         return Call("free", steps), tokens, seconds + replays * self._of_host(width, round(emitted))
 
     def record(self, call: Call, width: int, longest: int, seconds: float) -> None:
@@ -261,6 +279,11 @@ class ConstrainedChoice:
         else:
             # The limit keeps one pause of the machine from making the kind look slow for long.
             self._seconds[key] = before + (min(seconds, 4 * before) - before) / LATENCY
+
+    def record_free(self, seconds: float) -> None:
+        """Record the seconds of the host for a free call: the copy of the rows, and the check."""
+        limited = min(seconds, 4 * self._host_seconds)
+        self._host_seconds += (limited - self._host_seconds) / LATENCY
 
     def record_tokens(self, kind: str, row_steps: int, emitted: int) -> None:
         """Record the ``emitted`` tokens of a masked step with a draft in ``row_steps`` rows."""

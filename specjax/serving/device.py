@@ -266,9 +266,9 @@ class EngineDevice:
             )
         self.is_adjusting = False
         self._adjusted_rows: set[int] = set()
-        # The decode state and the drafter's state between `propose` and `advance`. ``state`` stays
-        # what it was, because another thread may lower programs for it at any time.
-        self._between: tuple[Any, Any] | None = None
+        # The decode state, the drafter's state and the draft between `propose` and `advance`.
+        # ``state`` stays what it was, because another thread may lower programs for it at any time.
+        self._between: tuple[Any, Any, Draft] | None = None
         self._mark = _mark
         self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MAX_READS)
 
@@ -370,8 +370,7 @@ class EngineDevice:
         table: np.ndarray,
         rows: Sequence[int],
         drafts: Sequence[tuple[np.ndarray, np.ndarray]],
-        matchers: Sequence[Matcher | None] = (),
-        on_error: Callable[[int, Exception], None] | None = None,
+        legal: np.ndarray | None = None,
     ) -> remote_drafts.VerifiedRows:
         """Verify the drafts of clients, by `specjax.decoding.remote_drafts.verify_rows`.
 
@@ -379,22 +378,34 @@ class EngineDevice:
             table: ``[rows, n]`` the pages of all rows.
             rows: the rows of the drafts.
             drafts: the ``tokens [n]`` and ``parents [n]`` of each row's draft.
-            matchers: the matcher of each row, None for a row without a grammar; empty if no row
-                has a grammar.
-            on_error: as for `specjax.decoding.constrained.legal_tokens`.
+            legal: the result of `legal_after`; None if no row has a grammar.
         """
-        widths = self.masked_widths if matchers else self.sizes.widths
-        width = next(width for width in widths if width >= len(rows))
-        arguments, legal = self._verify_arguments(table, width, rows, drafts), None
-        if matchers:
-            *_, tokens, parents, valid = arguments
-            draft = Draft(tokens=tokens, grown=parents, valid=valid, levels=self._clients.depth)
-            vocab_size = self.target.config.vocab_size
-            legal, _ = legal_tokens(matchers, draft, vocab_size, on_error)
+        width = next(width for width in self.sizes.widths if width >= len(rows))
+        if legal is not None:
+            width = legal.shape[0]
+        arguments = self._verify_arguments(table, width, rows, drafts)
         self.state, checked = remote_drafts.verify_rows(
-            *arguments, legal, depth=self._clients.depth
+            *arguments, legal=legal, depth=self._clients.depth
         )
         return sharding.everywhere(checked, self.target.mesh)
+
+    def legal_after(
+        self,
+        drafts: Sequence[tuple[np.ndarray, np.ndarray]],
+        matchers: Sequence[Matcher | None],
+        on_error: Callable[[int, Exception], None],
+    ) -> np.ndarray:
+        """Return the legal tokens after each node of the drafts of clients, for `verify`.
+
+        Args:
+            drafts: the drafts, as for `verify`.
+            matchers: the matcher of each row, None for a row without a grammar.
+            on_error: as for `specjax.decoding.constrained.legal_tokens`.
+        """
+        width = next(width for width in self.masked_widths if width >= len(drafts))
+        tokens, parents, valid = self._padded_drafts(width, drafts)
+        draft = Draft(tokens=tokens, grown=parents, valid=valid, levels=self._clients.depth)  # pyright: ignore[reportArgumentType]
+        return legal_tokens(matchers, draft, self.target.config.vocab_size, on_error)[0]
 
     def decode(
         self,
@@ -426,27 +437,20 @@ class EngineDevice:
         It is `specjax.decoding.constrained_rows.propose_rows`, with ``masked`` or ``copying``.
 
         Returns:
-            The draft. `advance` must be the next call.
+            The draft, without q, for the host. `advance` must be the next call.
         """
         state, draft, drafted = constrained_rows.propose_rows(
             *self._with(index, self.is_adjusting), table, free, width=width
         )
-        self._between = state, drafted
-        return draft
-
-    def with_tokens(self, draft: Draft, on_host: Draft) -> Draft:
-        """Return a draft from `propose` with the tokens and valid nodes of one on the host."""
-        tokens, valid = on_host.tokens, on_host.valid
-        if self.target.mesh is not None:  # `advance` is compiled for arrays that are placed so
-            tokens, valid = jax.device_put((tokens, valid), draft.tokens.sharding)
-        return replace(draft, tokens=tokens, valid=valid)
+        self._between = state, drafted, draft
+        return sharding.everywhere(replace(draft, q=None), self.target.mesh)
 
     def advance(
         self,
         index: int | None,
         table: np.ndarray,
         free: np.ndarray,
-        draft: Draft,
+        draft: Draft | None,
         legal: np.ndarray,
         width: int,
         logprobs: bool,
@@ -457,13 +461,16 @@ class EngineDevice:
             index: the index that `propose` was called with; None: the draft comes from the host.
             table: ``[rows, n]`` the pages of all rows.
             free: ``[rows]`` bool, rows without a text.
-            draft: the draft from `propose`, or one of forced text in numpy arrays. Tokens of the
-                former may be numpy arrays.
+            draft: a chain in numpy arrays; None: the draft of `propose` as it is.
             legal: ``[width, N, words]`` the legal tokens.
             width: the number of rows.
             logprobs: whether to report log-probabilities.
         """
-        state, drafted = self._between or (self._adjusted_state(self.is_adjusting), None)
+        state, drafted = self._adjusted_state(self.is_adjusting), None
+        if self._between is not None:
+            state, drafted, proposed = self._between
+            draft = proposed if draft is None else self._with_tokens(proposed, draft)
+        assert draft is not None
         self._between = None
         state, progress, _ = constrained_rows.advance_rows(
             self.target,
@@ -478,7 +485,14 @@ class EngineDevice:
             logprobs=self._top(logprobs),
         )
         self._set_state(state)
-        return progress
+        return sharding.everywhere(progress, self.target.mesh)
+
+    def _with_tokens(self, draft: Draft, on_host: Draft) -> Draft:
+        """Return a draft with the tokens and valid nodes of one on the host."""
+        tokens, valid = on_host.tokens, on_host.valid
+        if self.target.mesh is not None:  # `advance_rows` is compiled for arrays that are placed so
+            tokens, valid = jax.device_put((tokens, valid), draft.tokens.sharding)
+        return replace(draft, tokens=tokens, valid=valid)
 
     def adjust(self, row: int, text: Adjustments | None) -> None:
         """Set what a row has generated and what it bans; None: its text has no penalty or bias.
@@ -512,8 +526,9 @@ class EngineDevice:
         """
         if index is not None:
             return self.drafters[index]
-        is_plain = self.masked is None or self.paused is not None
-        return reader(self.drafters[self.plain if is_plain else self.masked])  # pyright: ignore[reportArgumentType]
+        if self.masked is None or self.paused is not None:
+            return reader(self.drafters[self.plain])
+        return reader(self.drafters[self.masked])
 
     def copy_rows(self) -> Any:
         """Return a copy of all rows, by `specjax.decoding.constrained_rows.copy_rows`."""
@@ -634,7 +649,9 @@ class EngineDevice:
                 words = mask_words(self.target.config.vocab_size)
                 masks = np.zeros((width, self._clients.nodes, words), np.uint32)
                 legal = masks if is_masked else None
-                return remote_drafts.verify_rows.lower(*arguments, legal, depth=self._clients.depth)
+                return remote_drafts.verify_rows.lower(
+                    *arguments, legal=legal, depth=self._clients.depth
+                )
 
             return EngineProgram("verify_masked" if is_masked else "verify", (width,), stage, lower)
 
@@ -873,6 +890,14 @@ class EngineDevice:
         # Out of range where there is no draft.
         padded_rows = np.full(width, self.sizes.rows, np.int32)
         padded_rows[: len(rows)] = rows
+        remote_drafter = NoDraft() if self.remote_drafter is None else self.remote_drafter
+        padded = self._padded_drafts(width, drafts)
+        return self.target, remote_drafter, self.state, table, padded_rows, *padded
+
+    def _padded_drafts(
+        self, width: int, drafts: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the tokens, the parents and the valid nodes of ``width`` rows, ``[width, N]``."""
         tokens = np.zeros((width, self._clients.nodes), np.int32)
         parents, valid = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
         parents[:, 0], valid[:, 0] = -1, True
@@ -883,8 +908,7 @@ class EngineDevice:
                 draft_parents,
                 True,
             )
-        remote_drafter = NoDraft() if self.remote_drafter is None else self.remote_drafter
-        return self.target, remote_drafter, self.state, table, padded_rows, tokens, parents, valid
+        return tokens, parents, valid
 
     def _read_arguments(
         self,

@@ -473,7 +473,10 @@ class EngineLoop:
         if isinstance(recipient, ClientRow):
             self.clients.give_up(recipient, error)
             return
-        _LOGGER.error("a text ended with an error; the others continue", exc_info=error)
+        if isinstance(error, InputError):  # the request's fault, such as its grammar's
+            _LOGGER.warning("a text ended with an error; the others continue: %.500s", error)
+        else:
+            _LOGGER.error("a text ended with an error; the others continue", exc_info=error)
         self.handles.pop(request, None)
         is_for_caller = isinstance(error, LogitsError | InputError)
         if recipient is not None:

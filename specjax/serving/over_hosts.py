@@ -8,7 +8,7 @@ them.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,9 @@ import numpy as np
 from specjax.decoding import remote_drafts
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter
-from specjax.grammars import Matcher
+from specjax.drafters.pausable import ROOM
+from specjax.drafts.draft import Draft
+from specjax.drafts.tree import chain_parents
 from specjax.models.transformer import Target
 from specjax.processes import Processes
 from specjax.sampling import SAMPLING_NAMES
@@ -80,6 +82,7 @@ class Verify(msgspec.Struct, frozen=True, tag="Verify"):
     table: HostArray
     rows: list[int]
     drafts: list[tuple[HostArray, HostArray]]
+    legal: HostArray | None = None
 
 
 class Decode(msgspec.Struct, frozen=True, tag="Decode"):
@@ -94,10 +97,45 @@ class Decode(msgspec.Struct, frozen=True, tag="Decode"):
     logprobs: bool
 
 
+class Propose(msgspec.Struct, frozen=True, tag="Propose"):
+    """A call of `EngineDevice.propose`."""
+
+    index: int
+    table: HostArray
+    free: HostArray
+    width: int
+
+
+class Advance(msgspec.Struct, frozen=True, tag="Advance"):
+    """A call of `EngineDevice.advance`.
+
+    ``chain`` has the tokens and the valid nodes of a draft that the first process has made.
+    """
+
+    index: int | None
+    table: HostArray
+    free: HostArray
+    chain: tuple[HostArray, HostArray] | None
+    legal: HostArray
+    width: int
+    logprobs: bool
+
+
 class CatchUp(msgspec.Struct, frozen=True, tag="CatchUp"):
     """A call of `EngineDevice.catch_up`."""
 
     table: HostArray
+    most: int = ROOM
+
+
+class CopyRows(msgspec.Struct, frozen=True, tag="CopyRows"):
+    """A call of `EngineDevice.copy_rows`. Each process keeps its newest copy."""
+
+
+class RestoreRows(msgspec.Struct, frozen=True, tag="RestoreRows"):
+    """A call of `EngineDevice.restore_rows` with the newest copy."""
+
+    mask: HostArray
 
 
 class Rearrange(msgspec.Struct, frozen=True, tag="Rearrange"):
@@ -106,7 +144,18 @@ class Rearrange(msgspec.Struct, frozen=True, tag="Rearrange"):
     order: HostArray
 
 
-Call = Admit | ReadCall | Verify | Decode | CatchUp | Rearrange
+Call = (
+    Admit
+    | ReadCall
+    | Verify
+    | Decode
+    | Propose
+    | Advance
+    | CopyRows
+    | RestoreRows
+    | CatchUp
+    | Rearrange
+)
 """A call of `specjax.serving.device.EngineDevice`, as it is sent to the other processes."""
 
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Call)
@@ -131,11 +180,12 @@ class LeadingDevice(EngineDevice):
         drafters: Sequence[Drafter],
         sizes: Sizes,
         clients: ClientDrafts | None = None,
+        grammars: bool = False,
         *,
         processes: Processes,
     ) -> None:
         """Make the device, while the other processes run `specjax.serving.follow`."""
-        super().__init__(target, drafters, sizes, clients)
+        super().__init__(target, drafters, sizes, clients, grammars)
         self._processes, self._is_warm = processes, False
         self._reads = 0
         # Indices of prefix states that were freed. Finalizers append to it in any thread, which a
@@ -210,14 +260,13 @@ class LeadingDevice(EngineDevice):
         table: np.ndarray,
         rows: Sequence[int],
         drafts: Sequence[tuple[np.ndarray, np.ndarray]],
-        matchers: Sequence[Matcher | None] = (),
-        on_error: Callable[[int, Exception], None] | None = None,
+        legal: np.ndarray | None = None,
     ) -> remote_drafts.VerifiedRows:
-        """Send the call, and make it as `EngineDevice.verify`. No row has a grammar."""
-        assert not matchers
+        """Send the call, and make it as `EngineDevice.verify`."""
         packed = [(HostArray.of(tokens), HostArray.of(parents)) for tokens, parents in drafts]
-        self._send(Verify(HostArray.of(table), list(rows), packed))
-        return super().verify(table, rows, drafts)
+        masks = None if legal is None else HostArray.of(legal)
+        self._send(Verify(HostArray.of(table), list(rows), packed, masks))
+        return super().verify(table, rows, drafts, legal)
 
     def decode(
         self,
@@ -243,10 +292,46 @@ class LeadingDevice(EngineDevice):
         )
         return super().decode(index, table, free, steps, until_any_done, width, logprobs)
 
-    def catch_up(self, table: np.ndarray) -> None:
+    def propose(self, index: int, table: np.ndarray, free: np.ndarray, width: int) -> Draft:
+        """Send the call, and make it as `EngineDevice.propose`."""
+        self._send(Propose(index, HostArray.of(table), HostArray.of(free), width))
+        return super().propose(index, table, free, width)
+
+    def advance(
+        self,
+        index: int | None,
+        table: np.ndarray,
+        free: np.ndarray,
+        draft: Draft | None,
+        legal: np.ndarray,
+        width: int,
+        logprobs: bool,
+    ) -> device_rows.Progress:
+        """Send the call, and make it as `EngineDevice.advance`."""
+        chain = None
+        if draft is not None:
+            chain = HostArray.of(draft.tokens), HostArray.of(draft.valid)
+        arrays = HostArray.of(table), HostArray.of(free), chain, HostArray.of(legal)
+        self._send(Advance(index, *arrays, width, logprobs))
+        return super().advance(index, table, free, draft, legal, width, logprobs)
+
+    def copy_rows(self) -> Any:
+        """Send the call, and make it as `EngineDevice.copy_rows`."""
+        self._send(CopyRows())
+        return super().copy_rows()
+
+    def restore_rows(self, before: Any, mask: np.ndarray) -> None:
+        """Send the call, and make it as `EngineDevice.restore_rows`.
+
+        ``before`` must be the newest copy.
+        """
+        self._send(RestoreRows(HostArray.of(mask)))
+        super().restore_rows(before, mask)
+
+    def catch_up(self, table: np.ndarray, most: int = ROOM) -> None:
         """Send the call, and make it as `EngineDevice.catch_up`."""
-        self._send(CatchUp(HostArray.of(table)))
-        super().catch_up(table)
+        self._send(CatchUp(HostArray.of(table), most))
+        super().catch_up(table, most)
 
     def rearrange(self, order: np.ndarray) -> None:
         """Send the call, and make it as `EngineDevice.rearrange`."""
@@ -261,7 +346,7 @@ class LeadingDevice(EngineDevice):
 def repeat_calls(device: EngineDevice, processes: Processes) -> None:
     """Make the calls of the first process on the ``device`` of this one, until it sends no more."""
     prefix_states: dict[int, Any] = {}
-    reads = 0
+    reads, before = 0, None
     while (message := processes.receive()) is not None:
         match _DECODER.decode(message):
             case Admit(row, packed, start, prefix_state, group):
@@ -282,19 +367,41 @@ def repeat_calls(device: EngineDevice, processes: Processes) -> None:
                     table.array(), rows, counts, is_last, size, logprobs, for_client
                 )
                 reads += 1
-            case Verify(table, rows, drafts):
+            case Verify(table, rows, drafts, legal):
                 device.verify(
                     table.array(),
                     rows,
                     [(tokens.array(), parents.array()) for tokens, parents in drafts],
+                    None if legal is None else legal.array(),
                 )
             case Decode(index, table, free, steps, until_any_done, width, logprobs):
                 device.decode(
                     index, table.array(), free.array(), steps, until_any_done, width, logprobs
                 )
                 device.wait()  # an error of this device is raised here, and not in a later call
-            case CatchUp(table):
-                device.catch_up(table.array())
+            case Propose() | Advance() as call:
+                _repeat_masked(device, call)
+            case CopyRows():
+                before = device.copy_rows()
+            case RestoreRows(mask):
+                device.restore_rows(before, mask.array())
+                before = None
+            case CatchUp(table, most):
+                device.catch_up(table.array(), most)
             case Rearrange(order):
                 device.rearrange(order.array())
     device.release()
+
+
+def _repeat_masked(device: EngineDevice, call: Propose | Advance) -> None:
+    """Make a call of a masked step."""
+    table, free = call.table.array(), call.free.array()
+    if isinstance(call, Propose):
+        device.propose(call.index, table, free, call.width)
+        return
+    draft = None
+    if call.chain is not None:
+        tokens, valid = (part.array() for part in call.chain)
+        draft = Draft.of_tree(tokens, chain_parents(tokens.shape[1]), valid=valid)  # pyright: ignore[reportArgumentType]
+    device.advance(call.index, table, free, draft, call.legal.array(), call.width, call.logprobs)
+    device.wait()  # as after `Decode`

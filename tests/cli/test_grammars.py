@@ -54,6 +54,10 @@ def test_wrong_patterns_and_two_grammars_are_refused() -> None:
     assert read_grammar("", "é+ß", ()) == specjax.Regex("é+ß")
     assert read_grammar("", "", ("é", "b")) == specjax.Choice(["é", "b"])
     assert read_grammar("", "", ()) is None
+    after = read_grammar("", "a", (), "</think>")
+    assert after == specjax.After("</think>", specjax.Regex("a"))
+    with pytest.raises(InputError, match="grammar_after='x': there is no grammar"):
+        read_grammar("", "", (), "x")
 
 
 @pytest.mark.full

@@ -260,18 +260,20 @@ def test_forced_text_has_its_canonical_tokens() -> None:
     assert p_value("coupled", "plain", 2_000, FORCED) >= FALSE_ALARM
 
 
-def _masks_of_parents(masks: Callable) -> Callable:
-    def late(self, tokens, parents, drafted):
-        by_node, illegal = masks(self, tokens, parents, drafted)
-        return by_node[[max(parent, 0) for parent in parents]], illegal
+def _masks_of_parents(write_masks: Callable) -> Callable:
+    def late(self, masks, tokens, parents, drafted):
+        illegal = write_masks(self, masks, tokens, parents, drafted)
+        masks[:] = masks[[max(parent, 0) for parent in parents]]
+        return illegal
 
     return late
 
 
-def _masks_of_children(masks: Callable) -> Callable:
-    def early(self, tokens, parents, drafted):
-        by_node, illegal = masks(self, tokens, parents, drafted)
-        return np.concatenate([by_node[1:], by_node[:1]]), illegal
+def _masks_of_children(write_masks: Callable) -> Callable:
+    def early(self, masks, tokens, parents, drafted):
+        illegal = write_masks(self, masks, tokens, parents, drafted)
+        masks[:] = np.concatenate([masks[1:], masks[:1]])
+        return illegal
 
     return early
 
@@ -286,21 +288,22 @@ def _appended_twice(append: Callable) -> Callable:
     return twice
 
 
-def _every_tokenization(mask: Callable) -> Callable:
-    def wide(self):
-        flags = np.zeros(len(mask(self)) * 32, bool)
+def _every_tokenization(write_mask: Callable) -> Callable:
+    def wide(self, bits):
+        flags = np.zeros(len(bits) * 32, bool)
         for token in range(VOCABULARY):
             if token != END and self._matcher.try_consume_tokens([token]) == 1:
                 flags[token] = True
                 self._matcher.rollback(1)
-        return mask(self) | np.packbits(flags, bitorder="little").view(np.uint32)
+        write_mask(self, bits)
+        bits |= np.packbits(flags, bitorder="little").view(np.uint32)
 
     return wide
 
 
-def _siblings_as_a_chain(masks: Callable) -> Callable:
-    def chain(self, tokens, parents, drafted):
-        return masks(self, tokens, list(range(-1, len(tokens) - 1)), drafted)
+def _siblings_as_a_chain(write_masks: Callable) -> Callable:
+    def chain(self, masks, tokens, parents, drafted):
+        return write_masks(self, masks, tokens, list(range(-1, len(tokens) - 1)), drafted)
 
     return chain
 
@@ -312,14 +315,23 @@ def _nothing_beyond_truncation(logits, settings, legal):
 
 
 BREAKS: dict[str, tuple[Any, str, Callable, str, str]] = {
-    "masks one position late": (Matcher, "masks", _masks_of_parents, "coupled", "plain"),
-    "masks one position early": (Matcher, "masks", _masks_of_children, "coupled", "plain"),
+    "masks one position late": (Matcher, "write_masks", _masks_of_parents, "coupled", "plain"),
+    "masks one position early": (Matcher, "write_masks", _masks_of_children, "coupled", "plain"),
     "a matcher that reads each token twice": (
         *(Matcher, "append", _appended_twice, "coupled"),
         "plain",
     ),
-    "every tokenization of forced text": (Matcher, "mask", _every_tokenization, "coupled", "plain"),
-    "siblings masked as a chain": (Matcher, "masks", _siblings_as_a_chain, "matching", "plain"),
+    "every tokenization of forced text": (
+        *(Matcher, "_write_mask", _every_tokenization, "coupled"),
+        "plain",
+    ),
+    "siblings masked as a chain": (
+        Matcher,
+        "write_masks",
+        _siblings_as_a_chain,
+        "matching",
+        "plain",
+    ),
     "nothing beyond the truncation": (
         *(sampling, "_constrained", lambda _: _nothing_beyond_truncation),
         *("coupled", "nucleus"),

@@ -9,6 +9,7 @@ taken as well.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ import specjax
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, PromptLookup
 from specjax.drafts.shapes import Chain
+from specjax.grammars import CompiledGrammar, GrammarCompiler
 from specjax.planning import costs
 from specjax.planning.choice import compare_drafts
 from specjax.reports.snapshot import take_snapshot
@@ -35,6 +37,14 @@ NEW_TOKENS = 30
 LOOK = "look"
 SLOW, FREE = 1024.0, 2.0**-10
 """Seconds of a drafting pass; every other pass takes one second."""
+
+
+def grammars() -> list[CompiledGrammar | None]:
+    """Return a grammar for each row but the last, over tokens that are letters."""
+    letters = [letter.encode() for letter in "abcdefghijk"]
+    compiler = GrammarCompiler.of_tokens([*letters, b""], end_id=len(letters))
+    patterns = ("([a-e]b[f-k])*", "(abcdefgh|[a-k]{3})*", "[f-k]*")
+    return [*(compiler.compile(specjax.Regex(pattern)) for pattern in patterns), None]
 
 
 def decode(
@@ -58,7 +68,14 @@ def decode(
     )
     whole = specjax.generate(target, drafter, PROMPTS, LENGTHS, **vars(options))
     parts = list(specjax.stream(target, drafter, PROMPTS, LENGTHS, **vars(options), steps=3))
-    results = {"generate": as_lists(whole), "stream": [as_lists(part) for part in parts]}
+    constrained = specjax.generate(
+        target, drafter, PROMPTS, LENGTHS, **vars(replace(options, grammar=grammars()))
+    )
+    results = {
+        "generate": as_lists(whole),
+        "stream": [as_lists(part) for part in parts],
+        "grammar": as_lists(constrained),
+    }
     if look:
         snapshot = take_snapshot(target, drafter, PROMPTS[0].tolist(), steps=4)
         results["snapshot"] = as_lists(vars(snapshot))

@@ -65,10 +65,10 @@ def _complete(
 
     def fits(factor: str, value: str, chosen: Mapping[str, str]) -> bool:
         return all(
-            allowed(other, chosen[other], factor, value)
-            and allowed(factor, value, other, chosen[other])
-            for other in chosen
-            if other != factor
+            allowed(second, chosen[second], factor, value)
+            and allowed(factor, value, second, chosen[second])
+            for second in chosen
+            if second != factor
         )
 
     if not all(fits(factor, value, choice) for factor, value in choice.items()):
@@ -84,8 +84,8 @@ def _complete(
 
     def new_pairs(value: str) -> int:
         count = 0
-        for other, chosen in choice.items():
-            ordered = sorted(((other, chosen), (factor, value)), key=lambda it: order.index(it[0]))
+        for second, chosen in choice.items():
+            ordered = sorted(((second, chosen), (factor, value)), key=lambda it: order.index(it[0]))
             count += tuple(ordered) in missing
         return count
 

@@ -318,20 +318,20 @@ def _ambiguous(rng: Random) -> str:
     letters = rng.choice(['"a"', '"a" | "b"', "/[ab]/", "/[a-z ]/", "/./", "/[a-z]+/"])
     size = rng.randint(2, 12)
     names = [f"r{index}" for index in range(size)]
-    body = rng.choice(
+    pairs = " | ".join(f"{a} {b}" for a in names for b in names)
+    return rng.choice(
         [
             f"start: start start | {letters}",
             f"start: start start start | start start | {letters}",
             f'start: start start start | start start | {letters} | ""',
             f"start: x start x | x\nx: {letters}",
             f"start: x* x* x* x* x*\nx: {letters}",
-            "start: s\n" + "s: " + " | ".join(f"{a} {b}" for a in names for b in names) + "\n"
-            "" + "\n".join(f"{name}: s {name} | {letters}" for name in names),
+            f"start: s\ns: {pairs}\n"
+            + "\n".join(f"{name}: s {name} | {letters}" for name in names),
             f"start: s\ns: s s | t\nt: t t | s | {letters}",
             f"start: (start? start? start? {letters.split('|')[0]})*",
         ]
     )
-    return body
 
 
 def _quantifiers(rng: Random) -> str:

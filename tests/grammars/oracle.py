@@ -183,7 +183,7 @@ class Reader:
 
     def deviations(self, texts: Sequence[Text]) -> list[list[Deviation]]:
         """Return where each text is not the oracle's. After a deviation the text is followed."""
-        found: list[list[Deviation]] = []
+        by_text: list[list[Deviation]] = []
         for start in range(0, len(texts), self._rows):
             some = texts[start : start + self._rows]
             padded = [*some, *[some[0]] * (self._rows - len(some))]
@@ -194,8 +194,8 @@ class Reader:
             positions = np.broadcast_to(np.arange(self._room)[None], tokens.shape)
             keys = jnp.stack([text.key for text in padded])
             logits, noise = map(np.asarray, (self._forward(tokens), self._noise(keys, positions)))
-            found += [list(self._of_text(t, logits[i], noise[i])) for i, t in enumerate(some)]
-        return found
+            by_text += [list(self._of_text(t, logits[i], noise[i])) for i, t in enumerate(some)]
+        return by_text
 
     def _of_text(self, text: Text, logits: np.ndarray, noise: np.ndarray) -> Iterator[Deviation]:
         oracle = Oracle(self._target, self._compiler, text.grammar, text.stop_ids, **text.setting)

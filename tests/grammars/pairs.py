@@ -24,6 +24,7 @@ import specjax
 from specjax.errors import GrammarError
 from specjax.evaluation.same_texts import measure_rounding
 from specjax.serving import Engine
+from specjax.serving.handle import EngineError
 from tests.grammars import settings
 from tests.grammars.covering import Pair, all_pairs, counted, covering_array, pairs_of, table
 from tests.grammars.oracle import Reader, Text
@@ -206,8 +207,8 @@ def _text(choice: Choice, number: int, row: int) -> Text:
     if choice["execution"] == "prefix sharing":
         shared = np.random.default_rng(number).integers(0, vocabulary.size, SHARED)
         prompt = [*shared.tolist(), *prompt]
-    others = [vocabulary.end_id, *rng.integers(0, vocabulary.size, 2).tolist()]
-    ends = {"tokenizer's": [vocabulary.end_id], "none": [], "others": others}
+    several = [vocabulary.end_id, *rng.integers(0, vocabulary.size, 2).tolist()]
+    ends = {"tokenizer's": [vocabulary.end_id], "none": [], "others": several}
     temperature = float(choice["temperature"])
     return Text(
         prompt=prompt,
@@ -321,8 +322,9 @@ def _wait(handles: Sequence[Any]) -> None:
     for handle in handles:
         try:
             handle.result(timeout=1800)
-        except GrammarError:
-            continue
+        except EngineError as error:  # the oracle must find that nothing is legal there
+            if "cannot go on" not in str(error):
+                raise
 
 
 def _problem(choice: Choice, text: Text, completed: bool, tokenizer: str) -> str | None:
@@ -338,9 +340,9 @@ def _problem(choice: Choice, text: Text, completed: bool, tokenizer: str) -> str
         return f"grammar_completed is {completed}"
     ended = [token for token in text.output if token not in text.stop_ids]
     if completed and len(text.output) < text.length:
-        written = compiler._tokenizer.decode_bytes(ended).decode()
-        if not _grammar(choice).accepts(written):
-            return f"{written!r} does not satisfy {_grammar(choice).source}"
+        decoded = compiler._tokenizer.decode_bytes(ended).decode()
+        if not _grammar(choice).accepts(decoded):
+            return f"{decoded!r} does not satisfy {_grammar(choice).source}"
     return None
 
 
@@ -355,7 +357,7 @@ def summary(results: Sequence[Mapping[str, Any]], with_table: bool = False) -> s
     impossible = impossible_pairs()
     missing = [pair for pair in _possible_pairs(impossible) if not counts[pair]]
     compared = [row for row in rows if row["compared"]]
-    found = [
+    deviations = [
         (row, it, it["slack"] <= result["rounding"])
         for result in results
         for row in result["rows"]
@@ -368,8 +370,8 @@ def summary(results: Sequence[Mapping[str, Any]], with_table: bool = False) -> s
         " each token of which must be possible",
         f"{sum(row['completed'] for row in rows)} texts are complete",
         f"{len({(row['choice']['grammar'], row['choice']['number']) for row in rows})} grammars",
-        f"{len(found)} deviations, of which rounding explains"
-        f" {sum(is_explained for *_, is_explained in found)}",
+        f"{len(deviations)} deviations, of which rounding explains"
+        f" {sum(is_explained for *_, is_explained in deviations)}",
         f"{sum(row['problem'] is not None for row in rows)} texts with another problem",
         f"{len(_possible_pairs(impossible)) - len(missing)} of {len(_possible_pairs(impossible))}"
         f" pairs of settings occur; {len(impossible)} are refused by name",
@@ -377,7 +379,7 @@ def summary(results: Sequence[Mapping[str, Any]], with_table: bool = False) -> s
     lines += [f"  missing: {pair}" for pair in missing[:5]]
     lines += [
         f"  {'rounding' if is_explained else 'deviation'}: {row['choice']} {it}"
-        for row, it, is_explained in found
+        for row, it, is_explained in deviations
     ]
     lines += [f"  problem: {row['choice']} {row['problem']}" for row in rows if row["problem"]]
     lines += [f"  error: {result['error']}" for result in results if result.get("error")]
@@ -433,8 +435,8 @@ def main() -> int:
     results = []
     if arguments.file.exists():
         results = [json.loads(line) for line in arguments.file.read_text().splitlines()]
-    made = {result["number"] for result in results}
-    todo = [it for it in order(arguments.texts) if it not in made and not arguments.report]
+    finished = {result["number"] for result in results}
+    todo = [it for it in order(arguments.texts) if it not in finished and not arguments.report]
     for index, number in enumerate(todo):
         if time.perf_counter() - start > arguments.seconds:
             break

@@ -197,12 +197,12 @@ def random_grammars(kind: str) -> tuple["RandomGrammar", ...]:
     """Return `EACH` different grammars of a kind; always the same."""
     rng, grammars = random.Random(kind), dict[Grammar, RandomGrammar]()
     while len(grammars) < EACH:
-        made = KINDS[kind](rng)
-        if isinstance(made, str):
-            grammar: Grammar = specjax.Regex(made)
+        source = KINDS[kind](rng)
+        if isinstance(source, str):
+            grammar: Grammar = specjax.Regex(source)
         else:
-            grammar = specjax.JsonSchema(made, whitespace=rng.random() < 0.4)
-        grammars[grammar] = RandomGrammar(grammar, made)
+            grammar = specjax.JsonSchema(source, whitespace=rng.random() < 0.4)
+        grammars[grammar] = RandomGrammar(grammar, source)
     return tuple(grammars.values())
 
 

@@ -214,10 +214,10 @@ def drafter(name: str, model: Target, shape: str) -> Drafter | None:
     Raises:
         InputError: the target does not support it, or it does not support the shape.
     """
-    made = DRAFTERS[name](model, SHAPES[shape])
-    if made is not None:
-        made.check(model)
-    return made
+    built = DRAFTERS[name](model, SHAPES[shape])
+    if built is not None:
+        built.check(model)
+    return built
 
 
 TRUNCATIONS: dict[str, dict[str, Any]] = {

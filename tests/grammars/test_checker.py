@@ -117,6 +117,9 @@ def test_memory_is_bounded(compiler) -> None:
     with GrammarChecker(compiler, few) as checker:
         assert "more than 30 MB to compile" in reason(checker, LARGE)
         assert reason(checker, specjax.JsonObject()) == ""
+    more = GrammarLimits(megabytes=60, seconds=20)
+    with GrammarChecker(compiler, more) as checker:
+        assert "more than 7.5 MB once it is compiled" in reason(checker, products(307, 311))
 
 
 def test_another_grammar_does_not_wait_for_a_slow_one(compiler) -> None:

@@ -1,6 +1,7 @@
 """Grammars as users give them: what they mean, what is refused, and the errors."""
 
 import dataclasses
+import itertools
 import json
 import re
 from typing import Literal
@@ -31,6 +32,11 @@ def compiler() -> GrammarCompiler:
 @pytest.fixture(scope="module")
 def tokenizer():
     return specjax.load("embedded").tokenizer
+
+
+@pytest.fixture(scope="module")
+def bytewise() -> GrammarCompiler:
+    return GrammarCompiler.of_tokens([*(bytes([b]) for b in range(255)), b""], end_id=255)
 
 
 def accepts(compiler, tokenizer, grammar, text: str) -> bool:
@@ -149,6 +155,54 @@ def test_what_cannot_be_compiled_is_refused_by_name(compiler, grammar, message) 
     with pytest.raises(InputError, match="grammar=") as caught:
         compiler.compile(grammar)
     assert re.search(message, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("^ab$", "^a|b$", "(^a$|b)", r"\Aab\Z", "a$|b", "(?i)^a$", r"\^a\$", "[$]a", "[a^]"),
+        *(r"\d+", r"\s", r"\W", ".*", "(?s).", "a*?b", "a++", "[^]a]", r"[\w-]", r"\x41", "a|", ""),
+        *(r"[^\W\d]", r"[\s\S]", "a\nb", "(?P<n>a)b", "(?x)a b", "a{1,2}", r"[\[a]", "[a&]"),
+    ],
+)
+def test_a_regular_expression_means_what_it_means_in_python(bytewise, pattern) -> None:
+    """Compare all texts of up to three characters with ``re.fullmatch``."""
+    alphabet = "ab1-[&\n \r_Aé^$"
+    grammar = bytewise.compile(specjax.Regex(pattern))
+    for length in range(4 if len(pattern) < 7 else 3):
+        for text in map("".join, itertools.product(alphabet, repeat=length)):
+            matcher = grammar.matcher((255,))
+            is_legal = matcher._matcher.try_consume_tokens(list(text.encode())) == len(
+                text.encode()
+            )
+            expected = re.fullmatch(pattern, text) is not None
+            assert (is_legal and matcher.is_complete) == expected, text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["[a&&b]", "[[:alpha:]]", "[a[b]]", "[a--b]", "[a~~b]", "[^a&&b]", r"[\]a[]", "[]a[]", "a[[]"],
+)
+def test_classes_that_rust_reads_in_another_way_are_refused(pattern) -> None:
+    with pytest.raises(InputError, match="within a class has another meaning"):
+        specjax.Regex(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(?=a)", "look-ahead"),
+        (r"(a)\1", "backreferences"),
+        (r"a\b", "lookarounds"),
+        ("a^b", "lookarounds"),
+        ("(?m)^a$", "lookarounds"),
+        ("a{,2}", "repetition quantifier"),
+        ("(?a)a", "unrecognized flag"),
+    ],
+)
+def test_expressions_of_other_languages_are_refused_by_name(bytewise, pattern, message) -> None:
+    with pytest.raises(InputError, match=message):
+        bytewise.compile(specjax.Regex(pattern))
 
 
 def test_a_grammar_is_compiled_once(compiler) -> None:

@@ -5,7 +5,9 @@ import pytest
 from llguidance import LLMatcher
 
 import specjax
+from specjax import text
 from specjax.grammars import GrammarCompiler
+from specjax.models import hub
 from tests.grammars.tokenizers_for_tests import small_tokenizer
 
 VOCABULARY, END = 20, 19
@@ -182,3 +184,84 @@ def test_a_stop_token_that_the_grammar_needs_stops_a_text(compiler) -> None:
     forced = compiler.compile(specjax.Choice(["df"])).matcher((5, END))
     forced.append([3])
     assert forced.is_stuck
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [*GRAMMARS, specjax.After("ab", specjax.Regex("[a-f]{2,3}:"))],
+    ids=lambda grammar: type(grammar).__name__,
+)
+def test_the_legal_tokens_of_a_text_are_those_in_the_mask_of_their_position(
+    compiler, grammar
+) -> None:
+    """Check every token after each part of a text, and texts with one token replaced."""
+    rng, compiled = np.random.default_rng(0), compiler.compile(grammar)
+
+    def after(tokens: list[int]) -> np.ndarray:
+        matcher = compiled.matcher((END,))
+        matcher.append(tokens)
+        return flags(matcher.mask())
+
+    seen = set()
+    for _ in range(30):
+        text: list[int] = []
+        while len(text) < 12 and (legal := np.flatnonzero((mask := after(text))[:END])).size:
+            # Where bytes are forced, other tokenisations of them are not in the mask.
+            matcher = compiled.matcher((END,))
+            matcher.append(text)
+            counts = [matcher.count_legal([token]) for token in range(VOCABULARY)]
+            assert np.array_equal(mask, np.array(counts, bool))
+            text.append(int(rng.choice(legal)))
+        length = len(text)
+        text += [END, 0]
+        wrong = int(rng.integers(0, len(text)))
+        text[wrong] = int(rng.integers(0, VOCABULARY))
+        start = int(rng.integers(0, min(wrong, length) + 1))
+        expected = 0
+        for position in range(start, len(text)):
+            if not after(text[:position])[text[position]]:
+                break
+            expected += 1
+            if text[position] == END:
+                break
+        matcher = compiled.matcher((END,))
+        matcher.append(text[:start])
+        assert matcher.count_legal(text[start:]) == expected
+        assert np.array_equal(flags(matcher.mask()), after(text[:start]))
+        seen.add(expected)
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: type(grammar).__name__)
+def test_a_token_that_the_tokenizer_does_not_know_is_not_counted_as_legal(grammar) -> None:
+    compiled = GrammarCompiler(small_tokenizer(), 2 * VOCABULARY).compile(grammar)
+    mask = flags(compiled.matcher((END,)).mask(), 2 * VOCABULARY)
+    counts = [compiled.matcher((END,)).count_legal([token]) for token in range(2 * VOCABULARY)]
+    assert np.array_equal(mask, np.array(counts, bool))
+    assert not mask[VOCABULARY:].any()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [GRAMMARS[3], specjax.Choice(["function", "functional", "finally"]), specjax.JsonObject()],
+    ids=lambda grammar: type(grammar).__name__,
+)
+def test_forced_bytes_count_as_legal_in_their_canonical_tokens_alone(grammar) -> None:
+    """Check every token of a tokenizer that has all bytes, after each part of some texts."""
+    tokenizer = text.load_tokenizer(hub.locate("embedded", weights=False))
+    end, vocabulary = tokenizer.eos_token_id, 3072
+    compiled = GrammarCompiler(tokenizer, vocabulary).compile(grammar)
+    rng, excluded = np.random.default_rng(0), 0
+    for _ in range(4):
+        matcher = compiled.matcher((end,))
+        for _ in range(8):
+            mask = flags(matcher.mask(), vocabulary)
+            counts = [matcher.count_legal([token]) for token in range(vocabulary)]
+            assert np.array_equal(mask, np.array(counts, bool))
+            takes = np.array([matcher._takes(token) for token in range(vocabulary)])
+            mask[end] = takes[end] = False
+            excluded += int((takes & ~mask).sum())
+            if not mask.any():
+                break
+            matcher.append([int(rng.choice(np.flatnonzero(mask)))])
+    assert excluded or isinstance(grammar, specjax.JsonObject)  # which forces little

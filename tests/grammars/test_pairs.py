@@ -50,7 +50,7 @@ def test_the_plan_has_every_pair_of_settings_in_more_than_3000_texts() -> None:
     assert set(counts) == set(all_pairs(pairs.FACTORS)) - excluded
     used = {(choice["grammar"], choice["number"]) for choice in choices}
     assert len(used) == len(KINDS) * EACH == 300
-    assert len({made.grammar for kind in KINDS for made in random_grammars(kind)}) == 300
+    assert len({sample.grammar for kind in KINDS for sample in random_grammars(kind)}) == 300
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -62,15 +62,15 @@ def test_the_comparison_finds_each_changed_token(temperature) -> None:
     output = oracle.text(prompt, key, NEW)
     changed = [[*output[:i], (output[i] + 1) % END, *output[i + 1 :]] for i in range(3)]
     texts = [output, *changed, output[:2]]
-    found = Reader(target, compiler(), len(prompt) + NEW).deviations(
+    by_text = Reader(target, compiler(), len(prompt) + NEW).deviations(
         [Text(prompt, text, key, grammar, (END,), setting, NEW) for text in texts]
     )
-    assert not found[0]
-    for index, deviations in enumerate(found[1:4]):
+    assert not by_text[0]
+    for index, deviations in enumerate(by_text[1:4]):
         first = deviations[0]
         assert (first.position, first.expected) == (index, output[index])
         assert first.slack > 1e-3
-    assert [it.position for it in found[4]] == [2]
+    assert [it.position for it in by_text[4]] == [2]
 
 
 @pytest.mark.full
@@ -89,13 +89,14 @@ def test_every_text_is_the_oracles(number) -> None:
 
 @pytest.mark.full
 def test_masks_of_a_wrong_position_are_found(monkeypatch) -> None:
-    masks = Matcher.masks
+    write_masks = Matcher.write_masks
 
-    def late(self, tokens, parents, drafted):
-        by_node, illegal = masks(self, tokens, parents, drafted)
-        return by_node[np.maximum(parents, 0)], illegal
+    def late(self, masks, tokens, parents, drafted):
+        illegal = write_masks(self, masks, tokens, parents, drafted)
+        masks[:] = masks[np.maximum(parents, 0)]
+        return illegal
 
-    monkeypatch.setattr(Matcher, "masks", late)
+    monkeypatch.setattr(Matcher, "write_masks", late)
     simple = {"tokenizer": "embedded", "target": "windows", "rule": "coupled", "batch": "mixed"}
     number = next(
         number

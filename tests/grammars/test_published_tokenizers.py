@@ -58,8 +58,8 @@ def test_texts_along_the_masks_satisfy_the_grammar(tokenizer, compiler) -> None:
     rng, whole = random.Random(0), 0
     end_id = tokenizer.eos_token_id
     for kind in KINDS:
-        for made in random_grammars(kind)[:3]:
-            compiled = compiler.compile(made.grammar)
+        for sample in random_grammars(kind)[:3]:
+            compiled = compiler.compile(sample.grammar)
             for _ in range(2):
                 tokens = walked(compiled, end_id, rng, 60)
                 assert max(tokens, default=0) < len(tokenizer)
@@ -68,7 +68,7 @@ def test_texts_along_the_masks_satisfy_the_grammar(tokenizer, compiler) -> None:
                 matcher.append(tokens)
                 if matcher.is_complete:
                     text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-                    assert made.accepts(text), (made.source, text)
+                    assert sample.accepts(text), (sample.source, text)
                     whole += 1
     assert whole > 36
 

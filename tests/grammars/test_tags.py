@@ -12,6 +12,7 @@ import pytest
 import specjax
 from specjax.errors import InputError
 from specjax.grammars import GrammarCompiler
+from specjax.grammars.checker import GrammarChecker, grammar_text, nesting
 from specjax.grammars.structure import AddedTokens
 from tests.conftest import tiny_target
 from tests.decoding.test_constrained import DRAFTERS
@@ -363,6 +364,25 @@ def test_constants_are_written_with_added_tokens() -> None:
 def test_a_wrong_form_is_refused_by_name(spec, message) -> None:
     with pytest.raises(InputError, match=message):
         specjax.StructuralTag(spec)
+
+
+def test_a_form_that_is_nested_too_deeply_is_refused() -> None:
+    spec: dict[str, Any] = {"type": "any_text"}
+    for _ in range(400):
+        spec = sequence(spec)
+    with pytest.raises(InputError, match="nested too deeply"):
+        embedded()[1].compile(specjax.StructuralTag({"format": spec}))
+
+
+def test_a_server_measures_and_checks_every_part() -> None:
+    content = {"type": "regex", "pattern": "(" * 70 + ")" * 70}
+    deep = specjax.StructuralTag({"format": tag("<a>", content, "")})
+    assert nesting(grammar_text(deep)) == 70
+    assert "12345" in grammar_text(specjax.After("12345", specjax.Regex("a")))
+    with GrammarChecker(embedded()[1]) as checker:
+        checker.check(AFTER)
+        with pytest.raises(InputError, match="nested 70 deep"):
+            checker.check(deep)
 
 
 def test_strings_that_get_in_each_others_way_are_refused() -> None:

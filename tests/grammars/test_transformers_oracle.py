@@ -39,7 +39,7 @@ MODELS = {
 
 
 def grammars() -> list[Any]:
-    return [made for kind in KINDS for made in random_grammars(kind)[:3]]
+    return [sample for kind in KINDS for sample in random_grammars(kind)[:3]]
 
 
 def legal_only(tokenizer: Any, source: str, start: int) -> Any:
@@ -75,13 +75,13 @@ def test_greedy_texts_are_those_of_transformers(family, tmp_path) -> None:
     theirs = from_tokenizer(tokenizer, n_vocab=VOCAB, eos_token=0)
     prompts = np.random.default_rng(0).integers(2, 3072, (len(grammars()), 6))
     expected = []
-    for prompt, made in zip(prompts, grammars(), strict=True):
+    for prompt, sample in zip(prompts, grammars(), strict=True):
         output = model.generate(
             torch.tensor(prompt[None]),
             attention_mask=torch.ones((1, 6)),
             max_new_tokens=NEW,
             do_sample=False,
-            logits_processor=legal_only(theirs, made.grammar.source, 6),
+            logits_processor=legal_only(theirs, sample.grammar.source, 6),
         )
         expected.append(output[0, 6:].tolist())
     assert sum(text[-1] == 0 for text in expected) > 5  # texts that end
@@ -93,14 +93,16 @@ def test_greedy_texts_are_those_of_transformers(family, tmp_path) -> None:
             prompts,
             max_new_tokens=NEW,
             eos_token_ids=(0,),
-            grammar=[ours.compile(made.grammar) for made in grammars()],
+            grammar=[ours.compile(sample.grammar) for sample in grammars()],
         )
         texts = [
             row[6:length].tolist()
             for row, length in zip(result.tokens, result.lengths, strict=True)
         ]
         assert texts == expected
-        for text, made, completed in zip(texts, grammars(), result.grammar_completed, strict=True):
+        for text, sample, completed in zip(
+            texts, grammars(), result.grammar_completed, strict=True
+        ):
             if completed:
-                written = tokenizer.decode(text, skip_special_tokens=True)
-                assert made.accepts(written), json.dumps([str(made.source), written])
+                decoded = tokenizer.decode(text, skip_special_tokens=True)
+                assert sample.accepts(decoded), json.dumps([str(sample.source), decoded])

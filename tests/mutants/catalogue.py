@@ -350,8 +350,8 @@ CATALOGUE = (
     Mutant(
         name="mask-of-a-node-is-its-parents",
         file="specjax/grammars/matcher.py",
-        old="masks[node] = self.mask()",
-        new="masks[max(parents[node], 0)] = self.mask()",
+        old="self._write_mask(masks[node])",
+        new="self._write_mask(masks[max(parents[node], 0)])",
         tests=(
             "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
         ),
@@ -360,8 +360,8 @@ CATALOGUE = (
     Mutant(
         name="mask-of-a-node-is-the-next-ones",
         file="specjax/grammars/matcher.py",
-        old="masks[node] = self.mask()",
-        new="masks[min(node + 1, count - 1)] = self.mask()",
+        old="self._write_mask(masks[node])",
+        new="self._write_mask(masks[min(node + 1, count - 1)])",
         tests=(
             "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
         ),
@@ -378,6 +378,26 @@ CATALOGUE = (
         breaks="A drafted token is legal wherever the grammar accepts it, also if forced text has another canonical token.",
     ),
     Mutant(
+        name="every-tokenization-is-legal-in-a-free-call",
+        file="specjax/grammars/matcher.py",
+        old="if (self._validates or self._matcher.compute_ff_bytes()) and not self._allows(token):",
+        new="if self._validates and not self._allows(token):",
+        tests=(
+            "tests/grammars/test_matcher.py::test_forced_bytes_count_as_legal_in_their_canonical_tokens_alone[Choice]",
+        ),
+        breaks="A text in a call without masks may have forced text in other tokens than the canonical ones.",
+    ),
+    Mutant(
+        name="rows-that-left-their-grammar-do-not-go-back",
+        file="specjax/serving/constrained_calls.py",
+        old="self._device.restore_rows(before, has_left)",
+        new="pass",
+        tests=(
+            "tests/serving/test_free_calls.py::test_every_text_is_the_oracles[free-chain-plain]",
+        ),
+        breaks="A row whose text left its grammar in a call without masks keeps the state after that call.",
+    ),
+    Mutant(
         name="siblings-masked-as-a-chain",
         file="specjax/grammars/matcher.py",
         old="children[parents[node]].append(node)",
@@ -390,8 +410,8 @@ CATALOGUE = (
     Mutant(
         name="a-matcher-advances-twice-over-a-token",
         file="specjax/grammars/matcher.py",
-        old='if self._matcher.try_consume_tokens([token]) != 1:\n    raise RuntimeError(f"token {token} is not legal; {self._matcher.get_error()}")',
-        new='if not self._matcher.try_consume_tokens([token, token]):\n    raise RuntimeError(f"token {token} is not legal; {self._matcher.get_error()}")',
+        old="if self._matcher.try_consume_tokens([token]) != 1:\n    self._check()",
+        new="if not self._matcher.try_consume_tokens([token, token]):\n    self._check()",
         tests=(
             "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
         ),
@@ -410,8 +430,8 @@ CATALOGUE = (
     Mutant(
         name="a-text-may-end-anywhere",
         file="specjax/grammars/matcher.py",
-        old="return bits | self._stops if self.is_complete else bits",
-        new="return bits | self._stops",
+        old="if self._stops and self.is_complete:",
+        new="if self._stops:",
         tests=(
             "tests/grammars/test_matcher.py::test_a_texts_own_stop_tokens_are_legal_where_it_may_end",
         ),

@@ -27,7 +27,11 @@ PROMPTS = [
     )
 ]
 GRAMMARS_OF_ROWS = [*GRAMMARS.values(), None]
-SETTINGS = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.8},
+]
 
 
 def target_of(model: str) -> Any:
@@ -40,16 +44,12 @@ def engine(drafter: str, model: str = "plain", **options: Any) -> Engine:
         made = DraftModel(tiny_target(seed=5, vocab_size=VOCABULARY, **HYBRID), draft=Chain(3))
     else:
         made = DRAFTERS[drafter](target, draft_model)
-    return Engine(
-        target,
-        made,
-        **{"rows": 4, "capacity": 64, "page": 8, "chunk": 16, "steps": 4}
-        | {"tokenizer": small_tokenizer(), "grammars": True, "widths": (4,)}
-        | options,
-    )
+    sizes: dict[str, Any] = {"rows": 4, "capacity": 64, "page": 8, "chunk": 16, "steps": 4}
+    sizes |= {"tokenizer": small_tokenizer(), "grammars": True, "widths": (4,)}
+    return Engine(target, made, **sizes | options)
 
 
-def cases() -> list[tuple[list[int], Any, int, dict[str, float]]]:
+def cases() -> list[tuple[list[int], Any, int, dict[str, Any]]]:
     """Return prompts, grammars, seeds and sampling parameters; a sixth of the texts is free."""
     return [
         (prompt, GRAMMARS_OF_ROWS[index % 6], index, SETTINGS[index % 3])
@@ -124,7 +124,7 @@ def test_every_text_is_the_oracles(kinds: Kinds, drafter: str, model: str) -> No
 
 @pytest.mark.full
 def test_log_probabilities_are_those_of_masked_steps_and_nothing_is_compiled() -> None:
-    def run(kinds: Kinds) -> tuple[list[Any], int]:
+    def run(kinds: Kinds) -> tuple[list[Any], list[Any]]:
         served._loop._constrained.kinds = kinds
         handles = [
             served.submit(
@@ -176,3 +176,46 @@ def test_a_legal_text_is_decoded_without_masks_and_one_that_leaves_with_masks() 
                 PROMPTS[0], max_new_tokens=40, seed=seed, eos_token_ids=(), grammar=schema
             ).result(timeout=300)
         assert counts.forced_tokens > FORCED
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("drafter", ["embedded:draft", "embedded:eagle3", "embedded:mtp"])
+def test_embedded_drafters_emit_the_text_of_decoding_without_a_drafter(drafter: str) -> None:
+    """Check the tokenizer of the embedded target, which has all bytes, unlike the small one."""
+    generate = specjax.load("embedded", drafter)
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}}
+    schema |= {"required": ["name"], "additionalProperties": False}
+    grammars = [
+        specjax.JsonSchema(schema, whitespace=False),
+        specjax.Regex("[^e]*"),
+        specjax.Choice(["function", "functional", "finally"]),
+        specjax.JsonObject(),
+    ]
+    prompts = [generate.encode(text) for text in ("x = ", "import os", "def f", "class A")]
+    options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.8, "seed": 4}
+    with Engine(generate, grammars=True, rows=4, widths=(4,), capacity=64) as served:
+        texts = []
+        for kinds in ("masked", "free", "chosen"):
+            served._loop._constrained.kinds = kinds
+            handles = [
+                served.submit(prompt, grammar=grammar, eos_token_ids=(0,), **options)
+                for prompt, grammar in zip(prompts, grammars, strict=True)
+            ]
+            texts.append([list(handle.result(timeout=600).tokens) for handle in handles])
+        assert served.statistics.restored_rows > 0
+    compiled = [generate.grammar_compiler.compile(grammar) for grammar in grammars]
+    key = jax.random.fold_in(make_key(4), np.uint32(0))
+    expected_texts = []
+    for prompt, grammar in zip(prompts, compiled, strict=True):
+        result = specjax.generate(
+            generate.target,
+            None,
+            [prompt],
+            max_new_tokens=24,
+            sampling=specjax.Sampling(temperature=0.8),
+            key=key[None],
+            eos_token_ids=(0,),
+            grammar=grammar,
+        )
+        expected_texts.append(result.tokens[0, len(prompt) : result.lengths[0]].tolist())
+    assert texts == [expected_texts] * 3

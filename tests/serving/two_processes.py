@@ -23,8 +23,9 @@ from specjax.drafters import DraftModel
 from specjax.drafts.shapes import Chain
 from specjax.serving import ClientDrafts, Engine, RowReady, follow
 from specjax.sharding import make_mesh
+from tests.grammars.tokenizers_for_tests import small_tokenizer
 
-DIES = "dies"
+DIES, END = "dies", 19
 MESHES = {"data": (2, 1), "model": (1, 2)}
 SIZES = {
     "rows": 4,
@@ -36,6 +37,7 @@ SIZES = {
     "drafts": (None, Chain(2)),
 }
 ASKED = {"max_logprobs": 2, "max_prediction": 3}
+CONSTRAINED = {"grammar": specjax.Regex("(ab|abc|de){2,6}f?"), "eos_token_ids": (END,)}
 LONG = [int(token) for token in np.random.default_rng(3).integers(1, 12, 40)]  # three chunks
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": [1, 4, 2, 4, 2, 7], "max_new_tokens": 30},
@@ -45,6 +47,14 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": [6] * 6, "max_new_tokens": 20, "prediction": [6] * 12},
     {"prompt": [2, 3, 4, 5], "max_new_tokens": 9, "eos_token_ids": (5, 6)},
     {"prompt": LONG[:20], "max_new_tokens": 4, "logprobs": 1, "echo": True},
+]
+# They are together in the rows only with each other.
+WITH_GRAMMARS: list[dict[str, Any]] = [
+    {"prompt": [1, 4, 2, 4, 2, 7], "max_new_tokens": 14, **CONSTRAINED},
+    {"prompt": LONG, "max_new_tokens": 14, "temperature": 1.0, "seed": 2, **CONSTRAINED},
+    {"prompt": [3, 5], "max_new_tokens": 9, "temperature": 1.0, "logprobs": 1, **CONSTRAINED},
+    {"prompt": [6] * 6, "max_new_tokens": 12, "prediction": [15, 15, 17, 5], **CONSTRAINED},
+    {"prompt": [6] * 6, "max_new_tokens": 12, "prediction": [6] * 12},
 ]
 # It continues from the pages of another text.
 GOES_ON = {"prompt": [*LONG, 7], "max_new_tokens": 8, "temperature": 0.7, "seed": 9}
@@ -61,7 +71,13 @@ def models(directory: Path, mesh: jax.sharding.Mesh | None) -> tuple[specjax.Tar
 def options(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
     """Return the options of an engine, which serves clients if its mesh does not split rows."""
     takes_clients = mesh is None or mesh.shape["data"] == 1
-    return {**SIZES, **ASKED, "clients": ClientDrafts(nodes=8, depth=4) if takes_clients else None}
+    return {
+        **SIZES,
+        **ASKED,
+        "clients": ClientDrafts(nodes=8, depth=4) if takes_clients else None,
+        "grammars": True,
+        "tokenizer": small_tokenizer(),
+    }
 
 
 def serve(engine: Engine) -> dict[str, Any]:
@@ -69,6 +85,8 @@ def serve(engine: Engine) -> dict[str, Any]:
     handles = [engine.submit(**{"eos_token_ids": (), **request}) for request in REQUESTS]
     texts = [list(handle.result(120).tokens) for handle in handles]
     texts.append(list(engine.submit(**{"eos_token_ids": (), **GOES_ON}).result(120).tokens))
+    handles = [engine.submit(**{"eos_token_ids": (), **request}) for request in WITH_GRAMMARS]
+    texts += [list(handle.result(120).tokens) for handle in handles]
     shared = engine.statistics.prompt_tokens_shared
     return {"texts": texts, "shared": shared > 0, "client": client(engine)}
 
@@ -88,12 +106,17 @@ def client(engine: Engine) -> list[int] | None:
         events.append(event)
         (is_ready if isinstance(event, RowReady) else is_checked).set()
 
-    row = engine.open_row(tokens, max_new_tokens=8, listener=listen, eos_token_ids=())
-    assert is_ready.wait(60)
-    row.verify(np.array([tokens[-1], *drafted]), np.array([-1, 0, 1, 2]))
-    assert is_checked.wait(60)
-    row.close()
-    return [*events[-1].accepted, events[-1].token]
+    verdicts = []
+    for asked in ({"eos_token_ids": ()}, CONSTRAINED):
+        is_ready.clear()
+        is_checked.clear()
+        row = engine.open_row(tokens, max_new_tokens=8, listener=listen, **asked)
+        assert is_ready.wait(60)
+        row.verify(np.array([tokens[-1], *drafted]), np.array([-1, 0, 1, 2]))
+        assert is_checked.wait(60)
+        row.close()
+        verdicts += [*events[-1].accepted, events[-1].token]
+    return verdicts
 
 
 def main(directory: Path, coordinator: str, process: int) -> None:
