@@ -532,7 +532,7 @@ class EngineLoop:
         with self.wake:
             self._give_up_orphans()
             matchers = self._running_matchers()
-        known = self._known_tokens(matchers) if matchers else {}
+        host_tokens = self._known_tokens(matchers) if matchers else {}
         with self.wake:
             if not scheduler.running:
                 return False
@@ -549,9 +549,9 @@ class EngineLoop:
                 if (request := scheduler.request_of(row))
             )
             if matchers:
-                known = {request: known[request] for request in matchers}
+                host_tokens = {request: host_tokens[request] for request in matchers}
                 call, width, index, logprobs = self._choose_constrained(
-                    known, steps, is_adjusting=is_adjusting
+                    host_tokens, steps, is_adjusting=is_adjusting
                 )
                 steps = call.steps
             elif is_adjusting:
@@ -586,7 +586,7 @@ class EngineLoop:
             self.device.rearrange(order)
         self.device.is_adjusting = is_adjusting
         pauses = is_paused(drafter)
-        added = 1 + _longest(known) if is_masked else steps
+        added = 1 + _longest(host_tokens) if is_masked else steps
         # Time the decode call alone, without the chunks that the device is still prefilling.
         if self.device.is_busy():
             self._deliver()
@@ -600,7 +600,7 @@ class EngineLoop:
         if is_masked:
             assert call is not None
             progress = self._step_masked(
-                call, index, known, table, to_retire, width, snapshot, logprobs
+                call, index, host_tokens, table, to_retire, width, snapshot, logprobs
             )
             return self._record_call(progress, snapshot)
         before = None if call is None else self.device.copy_rows()
@@ -679,12 +679,12 @@ class EngineLoop:
         return width, self.device.adjusting, False
 
     def _choose_constrained(
-        self, known: Mapping[Request, Sequence[int]], steps: int, *, is_adjusting: bool
+        self, host_tokens: Mapping[Request, Sequence[int]], steps: int, *, is_adjusting: bool
     ) -> tuple[Call, int, int, bool]:
         """Return the call to make if some row has a grammar, and what `_choose` returns.
 
         Args:
-            known: the tokens that the host can draft, of each running request with a grammar.
+            host_tokens: the tokens that the host can draft, of each running request with a grammar.
             steps: the largest number of steps of a free call.
             is_adjusting: whether some row has a penalty or bias. Then no free call is made, and
                 no prediction is copied.
@@ -701,7 +701,7 @@ class EngineLoop:
         copies = any(it.prediction for it in options) and self.programs.are_ready(*COPYING)
         copies = copies and device.copying is not None and not logprobs and not is_adjusting
         call = self._constrained.choose(
-            known,
+            host_tokens,
             len(running),
             (width, free_width),
             None if is_adjusting else draft,
@@ -726,7 +726,7 @@ class EngineLoop:
         self,
         call: Call,
         index: int,
-        known: Mapping[Request, Sequence[int]],
+        host_tokens: Mapping[Request, Sequence[int]],
         table: np.ndarray,
         to_retire: np.ndarray,
         width: int,
@@ -738,7 +738,7 @@ class EngineLoop:
         started = time.perf_counter()
         drafting, give_up = None if call.kind == "host" else index, self._give_up_row(snapshot)
         progress = self._constrained.begin_masked(
-            drafting, known, snapshot, table, to_retire, width, logprobs, give_up
+            drafting, host_tokens, snapshot, table, to_retire, width, logprobs, give_up
         )
         self._deliver()  # the texts of the previous call, while the device works on this one
         progress = jax.device_get(progress)
@@ -746,7 +746,7 @@ class EngineLoop:
         if call.kind == "host" and nothing_compiles:
             seconds, self._uncharged = seconds + self._uncharged, 0.0
         self._constrained.end_masked(
-            call, known, snapshot, progress, width, seconds if nothing_compiles else None
+            call, host_tokens, snapshot, progress, width, seconds if nothing_compiles else None
         )
         return progress
 
@@ -999,9 +999,9 @@ class EngineLoop:
                     self.handles.pop(handle.request, None)
 
 
-def _longest(known: Mapping[Request, Sequence[int]]) -> int:
+def _longest(host_tokens: Mapping[Request, Sequence[int]]) -> int:
     """Return the number of tokens of the longest draft that the host can make."""
-    return max(map(len, known.values()), default=0)
+    return max(map(len, host_tokens.values()), default=0)
 
 
 def _check_logprobs(chunk: PrefillChunk, chosen: np.ndarray) -> None:

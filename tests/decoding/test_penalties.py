@@ -423,35 +423,35 @@ def _without_the_root(after: Callable) -> Callable:
 
 
 def _without_the_path(before_temperature: Callable) -> Callable:
-    def forgetful(*arguments, path=None, **others):
-        return before_temperature(*arguments, **others)
+    def forgetful(*arguments, path=None, **options):
+        return before_temperature(*arguments, **options)
 
     return forgetful
 
 
 def _of_another_path(before_temperature: Callable) -> Callable:
-    def mistaken(*arguments, path=None, **others):
+    def mistaken(*arguments, path=None, **options):
         if path is not None:
             path = jnp.where(path >= 0, (path + 1) % VOCABULARY, path)
-        return before_temperature(*arguments, path=path, **others)
+        return before_temperature(*arguments, path=path, **options)
 
     return mistaken
 
 
 def _after_temperature(before_temperature: Callable) -> Callable:
-    def late(logits, rows, depth, **others):
+    def late(logits, rows, depth, **options):
         is_greedy = rows.temperature == 0
         temperature = jnp.where(is_greedy, 1.0, rows.temperature)
         temperature = temperature.reshape(-1, *(1,) * (logits.ndim - 1))
-        changed = before_temperature(logits / temperature, rows, depth, **others)
+        changed = before_temperature(logits / temperature, rows, depth, **options)
         return changed * temperature
 
     return late
 
 
 def _prompt_counts_too(of_texts: Callable) -> Callable:
-    def wide(texts, prompt_lengths, *others):
-        return of_texts(texts, [0] * len(texts), *others)
+    def wide(texts, prompt_lengths, *arguments):
+        return of_texts(texts, [0] * len(texts), *arguments)
 
     return wide
 
@@ -510,7 +510,7 @@ def test_penalties_make_no_array_of_all_nodes(greedy) -> None:
     parents = np.array([-1, *((node - 1) // 2 for node in range(1, nodes))])
     shape = jax.ShapeDtypeStruct
     settings = specjax.Sampling(temperature=0.0 if greedy else 0.8, top_p=0.9).rows(rows, "coupled")
-    seen = Adjustments(
+    adjustments = Adjustments(
         counts=shape((rows, vocab), jnp.int32),
         bias=shape((rows, vocab), jnp.float32),
         words=shape((rows, 64, 8), jnp.int32),
@@ -530,4 +530,4 @@ def test_penalties_make_no_array_of_all_nodes(greedy) -> None:
         return compiled.memory_analysis().temp_size_in_bytes
 
     of_rows = rows * vocab * 4
-    assert temporary(replace(settings, adjustments=seen)) < temporary(settings) + 3 * of_rows
+    assert temporary(replace(settings, adjustments=adjustments)) < temporary(settings) + 3 * of_rows

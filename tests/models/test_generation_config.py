@@ -159,9 +159,9 @@ def test_a_field_that_would_change_the_text_is_named(name, value) -> None:
 
 
 def test_a_repetition_penalty_applies_where_tokens_are_drawn() -> None:
-    drawn = parse_defaults({"do_sample": True, "repetition_penalty": 1.05})
-    assert drawn.sampling == Sampling(1.0, repetition_penalty=1.05)
-    assert not drawn.not_applied
+    sampled = parse_defaults({"do_sample": True, "repetition_penalty": 1.05})
+    assert sampled.sampling == Sampling(1.0, repetition_penalty=1.05)
+    assert not sampled.not_applied
     greedy = parse_defaults({"do_sample": False, "repetition_penalty": 1.05})
     assert greedy.sampling is None
     assert greedy.not_applied == {"repetition_penalty": 1.05}

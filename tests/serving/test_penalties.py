@@ -65,14 +65,14 @@ def generated(target: Any, request: dict[str, Any], index: int, grammar: Any = N
     return result.tokens[0, PROMPTS.shape[1] : result.lengths[0]].tolist()
 
 
-def submitted(engine: Engine, request: dict[str, Any], index: int, **others: Any) -> Any:
+def submitted(engine: Engine, request: dict[str, Any], index: int, **options_of_call: Any) -> Any:
     biases = TokenBiases.of(**{name: request[name] for name in BIASES if name in request})
     params = specjax.SamplingParams(
         **{name: value for name, value in request.items() if name not in BIASES},
         **dataclasses.asdict(biases),
         max_new_tokens=NEW,
         eos_token_ids=(),
-        **others,
+        **options_of_call,
     )
     return engine.submit(PROMPTS[index].tolist(), params, key=jax.random.key(index))
 
@@ -148,8 +148,8 @@ def test_rows_with_a_grammar_and_log_probabilities_have_penalties_too(target) ->
     # The model's own log-probabilities, before the penalties.
     tokens = np.array([[*PROMPTS[1], *texts[1]]])
     logits = np.asarray(target.forward(tokens)[0].logits[0, PROMPTS.shape[1] - 1 : -1])
-    own = jax.nn.log_softmax(logits)[np.arange(NEW), texts[1]]
-    np.testing.assert_allclose([logprob.logprob for logprob in logprobs], own, atol=1e-4)
+    of_model = jax.nn.log_softmax(logits)[np.arange(NEW), texts[1]]
+    np.testing.assert_allclose([logprob.logprob for logprob in logprobs], of_model, atol=1e-4)
 
 
 @pytest.mark.full
@@ -201,7 +201,7 @@ def test_words_have_bounds(target) -> None:
 
 def test_a_checkpoints_own_penalty_switches_them_on() -> None:
     generate = specjax.load("embedded")
-    own = dataclasses.replace(
+    with_penalty = dataclasses.replace(
         generate, default_sampling=specjax.Sampling(temperature=0.7, repetition_penalty=1.05)
     )
     sizes: dict[str, Any] = {
@@ -218,7 +218,7 @@ def test_a_checkpoints_own_penalty_switches_them_on() -> None:
         "max_prediction": 0,
         "clients": None,
     }
-    assert EngineConfig.of(own, None, **sizes).penalties
+    assert EngineConfig.of(with_penalty, None, **sizes).penalties
     assert not EngineConfig.of(generate, None, **sizes).penalties
     with pytest.raises(InputError, match="penalties=False: the checkpoint's own"):
-        EngineConfig.of(own, None, **sizes, penalties=False)
+        EngineConfig.of(with_penalty, None, **sizes, penalties=False)

@@ -62,9 +62,9 @@ def test_a_line_never_has_text(app, caplog, stream) -> None:
     ask(app, body=BODY | {"n": 0})
     ask(app, body=BODY | {"model": "another"})
     assert len(lines(caplog)) == 4
-    said = "".join(record.getMessage() + json.dumps(record.request) for record in caplog.records)
-    assert SECRET not in said
-    assert "answer" not in said
+    logged = "".join(record.getMessage() + json.dumps(record.request) for record in caplog.records)
+    assert SECRET not in logged
+    assert "answer" not in logged
 
 
 def test_a_refused_request_has_a_line_with_its_status(app, caplog) -> None:
