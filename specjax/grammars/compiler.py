@@ -45,7 +45,14 @@ class CompiledGrammar:
     def matcher(self, stop_token_ids: tuple[int, ...]) -> Matcher:
         """Return a matcher for one text, which these token ids end."""
         template = self._template.deep_copy()
-        return Matcher(template, self.vocab_size, self._end_ids, stop_token_ids, self._lacks_bytes)
+        return Matcher(
+            template,
+            self.vocab_size,
+            self._end_ids,
+            stop_token_ids,
+            self._lacks_bytes,
+            compiled=self,
+        )
 
 
 class GrammarCompiler:

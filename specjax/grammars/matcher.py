@@ -34,6 +34,7 @@ class Matcher:
         stop_token_ids: the tokens that end this text. They are legal where the text is complete.
         validates: whether to check each token of a mask. llguidance's masks are wrong where the
             tokenizer has no token for a byte that the grammar forces.
+        compiled: the `specjax.grammars.CompiledGrammar` that makes the matcher.
 
     Attributes:
         seconds: the CPU time that this matcher has taken.
@@ -56,8 +57,10 @@ class Matcher:
         end_ids: Sequence[int],
         stop_token_ids: Sequence[int],
         validates: bool = False,
+        compiled: Any = None,
     ) -> None:
         """Start at the beginning of a text."""
+        self.compiled = compiled
         self._validates = validates
         self._matcher = matcher
         self._words = mask_words(vocab_size)

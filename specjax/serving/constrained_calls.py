@@ -66,7 +66,8 @@ class ConstrainedCalls:
         self.counts = GrammarCounts()
         self._device = device
         self._choice = ConstrainedChoice(choice, device.plain, device.masked, device.sizes.steps)
-        self._pooled = pooled_leaving()
+        # The rates of leaving over all texts of a grammar.
+        self._pooled: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._leaving: WeakKeyDictionary[Request, Leaving] = WeakKeyDictionary()
         # The legal tokens of a free call that a row is put back before. The row must stay in masked
         # steps until they and the token after them are emitted: a free call would leave again.
@@ -80,6 +81,9 @@ class ConstrainedCalls:
         for request, matcher in matchers.items():
             try:
                 matcher.begin_step()
+                if request not in self._leaving:
+                    pooled = self._pooled.setdefault(matcher.compiled, pooled_leaving())
+                    self._leaving[request] = Leaving(pooled)
                 replay = self._replays.get(request)
                 host_tokens[request] = matcher.forced(FORCED) if replay is None else replay[:FORCED]
             except Exception as error:  # only this text ends
@@ -114,14 +118,11 @@ class ConstrainedCalls:
             widths,
             rows,
             forced=[len(tokens) for tokens in host_tokens.values()],
-            leaving=[self._of(request).rate for request in host_tokens],
+            leaving=[self._leaving[request].rate for request in host_tokens],
             draft=draft if may_be_free else None,
             most=most,
             copies=copies,
         )
-
-    def _of(self, request: Request) -> Leaving:
-        return self._leaving.setdefault(request, Leaving(self._pooled))
 
     # --- masked steps -----------------------------------------------------------------------------
 
@@ -185,7 +186,7 @@ class ConstrainedCalls:
             if matcher is not None and (draft.valid is None or draft.valid[row, 1]):
                 token = int(draft.tokens[row, 1])
                 is_legal = bool(legal[row, 0, token >> 5] >> np.uint32(token & 31) & 1)
-                self._of(snapshot[row][0]).drafted(is_legal)
+                self._leaving[snapshot[row][0]].drafted(is_legal)
 
     def end_masked(
         self,
@@ -247,7 +248,7 @@ class ConstrainedCalls:
                 give_up(row, error)
                 continue
             has_left[row] = legal < len(tokens)
-            self._of(request).checked(legal, bool(has_left[row]))
+            self._leaving[request].checked(legal, bool(has_left[row]))
             if has_left[row]:
                 self._replays[request] = tokens[:legal]
         if has_left.any():

@@ -62,7 +62,7 @@ class Leaving:
     stand for free tokens, because a drafter writes much like its target.
 
     Args:
-        pooled: the rate over all texts.
+        pooled: the rate over all texts of the same grammar.
 
     Examples:
         >>> from specjax.serving.constrained_choice import Leaving, pooled_leaving
@@ -98,7 +98,7 @@ class Leaving:
 
 
 def pooled_leaving() -> _Share:
-    """Return the rate over all texts, before any token is known."""
+    """Return the rate over all texts of a grammar, before any token is known."""
     return _Share(MEMORY, weight=4)
 
 

@@ -138,6 +138,13 @@ def test_a_matcher_takes_tokenizations_that_its_mask_does_not(compiler) -> None:
     assert flags(masks[0]).sum() == 1
 
 
+def test_a_committed_token_is_consumed_once(compiler) -> None:
+    grammar = specjax.Regex("a{2}bc")
+    matcher = compiler.compile(grammar).matcher((END,))
+    matcher.append([0])
+    assert np.array_equal(flags(matcher.mask()), legal_after(compiler, grammar, [0]))
+
+
 @pytest.mark.parametrize("vocabulary", [20, 32, 33, 64])
 def test_a_mask_has_a_bit_for_each_token(vocabulary) -> None:
     matcher = GrammarCompiler(small_tokenizer(), vocabulary).compile(GRAMMARS[0]).matcher((END,))
