@@ -211,7 +211,7 @@ def compare(bench: Bench, runs: Mapping[str, Run], config: GrammarsConfig) -> di
 def runs_of(part: Part, rows: int, config: GrammarsConfig) -> dict[str, Run]:
     """Return the runs of a part that are compared, the reference first."""
     leaving = specjax.Regex(rf"[^{config.excluded}]*")
-    free, legal, left = ([grammar] * rows for grammar in (None, ANYTHING, leaving))
+    free, legal, remaining = ([grammar] * rows for grammar in (None, ANYTHING, leaving))
     if part == "legal":
         return {
             "free": Run("drafts", free),
@@ -221,17 +221,17 @@ def runs_of(part: Part, rows: int, config: GrammarsConfig) -> dict[str, Run]:
         }
     if part == "leaving":
         return {
-            "no drafter": Run("plain", left, "masked"),
-            "with drafts": Run("drafts", left),
-            "masked steps": Run("drafts", left, "masked"),
-            "free calls": Run("drafts", left, "free"),
+            "no drafter": Run("plain", remaining, "masked"),
+            "with drafts": Run("drafts", remaining),
+            "masked steps": Run("drafts", remaining, "masked"),
+            "free calls": Run("drafts", remaining, "free"),
         }
     if part == "keys":
         return {"free": Run("drafts", free), "20 keys": Run("drafts", [KEYS] * rows)}
     return {
         "free": Run("drafts", free, row=0),
         "legal": Run("drafts", [None, *legal[1:]], row=0),
-        "leaving": Run("drafts", [None, *left[1:]], row=0),
+        "leaving": Run("drafts", [None, *remaining[1:]], row=0),
     }
 
 

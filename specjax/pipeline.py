@@ -33,11 +33,12 @@ from specjax.models.transformer import Target
 from specjax.processes import meet
 from specjax.progress import say
 from specjax.reprs import OneLine
-from specjax.sampling import GREEDY, SAMPLING_NAMES, Rule, Sampling, make_key
+from specjax.sampling import GREEDY, PENALTIES, SAMPLING_NAMES, Rule, Sampling, make_key
 from specjax.sampling_params import check_sizes
 from specjax.sharding import spans_processes
 from specjax.templates import Messages, Settings, with_template
 from specjax.text import GrowingText
+from specjax.token_biases import TokenBiases
 
 LOOK_EVERY = 4
 """The number of steps between two reads of the results, where text is streamed or stop strings are
@@ -326,7 +327,11 @@ class TextGenerator(OneLine):
                 writes in channels, as gpt-oss does, the text is then that of the final channel.
         """
         stop = text.check_stop(stop)
-        options = replace(options, grammar=self.compile_grammar(options.grammar))
+        options = replace(
+            options,
+            grammar=self.compile_grammar(options.grammar),
+            biases=_encoded(options.biases, self.tokenizer),
+        )
         results = decoding.stream(
             self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or LARGEST
         )
@@ -440,6 +445,9 @@ def settings(
     eos_token_ids: Sequence[int] | None = None,
     rule: Rule | None = None,
     grammar: Grammars = None,
+    logit_bias: Any = None,
+    allowed_token_ids: Any = None,
+    bad_words: Any = None,
     **sampling: Any,
 ) -> GenerationOptions:
     """Return the options of a generation from plain numbers.
@@ -459,9 +467,13 @@ def settings(
         grammar: the grammar that every text must satisfy, such as ``specjax.JsonSchema(schema)``,
             or one per row, with None for a row without a grammar. Then the default of ``rule`` is
             "coupled".
+        logit_bias: numbers that are added to the logits of tokens, by token id, for all rows.
+        allowed_token_ids: the only tokens that all rows may generate; None: any.
+        bad_words: words that no row may generate, each a string or its token ids.
         sampling: the fields of `specjax.Sampling` by name, each one number or one per row:
             ``temperature`` (0, the default, is greedy), ``top_k`` (0 is no limit), ``top_p`` in (0,
-            1], ``min_p`` in [0, 1].
+            1], ``min_p`` in [0, 1], ``presence_penalty`` and ``frequency_penalty`` (0 is none),
+            ``repetition_penalty`` (1 is none).
 
     Raises:
         InputError: an argument has a wrong type or is out of range. The message has its name, its
@@ -470,7 +482,7 @@ def settings(
     Examples:
         >>> options = specjax.pipeline.settings(temperature=0.7, top_p=0.9, seed=3)
         >>> options.sampling
-        Sampling(temperature=0.7, top_k=0, top_p=0.9, min_p=0.0)
+        Sampling(temperature=0.7, top_p=0.9)
     """
     check_options("settings", sampling, settings, *SAMPLING_NAMES)
     parameters = replace(GREEDY, **sampling)
@@ -483,7 +495,15 @@ def settings(
         eos_token_ids=eos_token_ids,
         rule=rule,
         grammar=grammar,
+        biases=TokenBiases.of(logit_bias, allowed_token_ids, bad_words),
     )
+
+
+def _encoded(biases: Any, tokenizer: Any) -> Any:
+    """Return biases, one or one for each row, whose banned words are token ids."""
+    if isinstance(biases, list | tuple):
+        return [_encoded(row, tokenizer) for row in biases]
+    return biases if biases is None else biases.encoded(tokenizer)
 
 
 def _split_options(
@@ -511,7 +531,11 @@ def unread_settings(sampling: Sampling) -> list[str]:
     """List the sampling parameters that were given but have no effect, as all rows are greedy."""
     if np.any(np.asarray(sampling.temperature) != 0):
         return []
-    values = {name: getattr(sampling, name) for name in SAMPLING_NAMES if name != "temperature"}
+    values = {
+        name: getattr(sampling, name)
+        for name in SAMPLING_NAMES
+        if name != "temperature" and name not in PENALTIES
+    }
     return [
         name
         for name, value in values.items()

@@ -6,7 +6,7 @@ distribution.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specjax.adjustments import Adjustments, adjusted
 from specjax.arguments import is_whole, one_or_each
 from specjax.errors import InputError
 from specjax.shape_checks import shape_checked
@@ -85,6 +86,10 @@ class RowSampling:
         top_k: ``[B]`` int32; 0 is no limit.
         top_p: ``[B]``.
         min_p: ``[B]``.
+        presence_penalty: ``[B]``; 0 is none. The three penalties have no effect if ``adjustments``
+            is None.
+        frequency_penalty: ``[B]``; 0 is none.
+        repetition_penalty: ``[B]``; 1 is none.
         greedy: static; True if all rows are greedy. Then no distribution is ever computed.
         truncated: static; True if any row has a top_k, top_p or min_p. Otherwise no threshold is
             computed.
@@ -93,17 +98,23 @@ class RowSampling:
             ``tokens_before_stop`` is None.
         tokens_before_stop: ``[B]`` int32, the number of next tokens that must not be one of
             ``stop_token_ids``; None if no row has such a minimum.
+        adjustments: what was generated in each row, and the biases of its tokens; None if no row
+            has penalties, biases or banned words. Then none of it is computed.
     """
 
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
     min_p: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    repetition_penalty: jax.Array
     greedy: bool = struct.field(pytree_node=False)
     truncated: bool = struct.field(pytree_node=False)
     rule: Rule = struct.field(pytree_node=False, default="independent")
     stop_token_ids: jax.Array | None = None
     tokens_before_stop: jax.Array | None = None
+    adjustments: Adjustments | None = None
 
     @property
     def coupled(self) -> bool:
@@ -143,8 +154,20 @@ _RECIPES = {
     ),
     "top_p": _Recipe(np.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is no limit"),
     "min_p": _Recipe(np.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]; 0 is no limit"),
+    "presence_penalty": _Recipe(
+        np.float32, lambda x: np.abs(x) <= 2, "from -2 to 2; 0 is no penalty"
+    ),
+    "frequency_penalty": _Recipe(
+        np.float32, lambda x: np.abs(x) <= 2, "from -2 to 2; 0 is no penalty"
+    ),
+    "repetition_penalty": _Recipe(
+        np.float32, lambda x: (x > 0) & (x <= 10), "above 0, at most 10; 1 is no penalty"
+    ),
 }
 """The recipe of each field of `Sampling`. `RowSampling` has a field of the same name."""
+
+PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""The penalties, with the numbers that stand for none."""
 
 SAMPLING_NAMES = tuple(_RECIPES)
 """The names of the parameters that define the distribution."""
@@ -164,9 +187,13 @@ class Sampling:
     reaches ``top_p``, then to tokens at least ``min_p`` times as probable as the most probable one.
     Tokens that tie with the last token kept are also kept.
 
+    Before the temperature come the penalties for tokens that the text contains already:
+    ``repetition_penalty`` (1: none), ``frequency_penalty`` and ``presence_penalty`` (0: none).
+    `specjax.adjustments.adjusted` defines them. They apply to greedy rows too.
+
     Examples:
         >>> specjax.Sampling(temperature=0.7, top_p=0.9)
-        Sampling(temperature=0.7, top_k=0, top_p=0.9, min_p=0.0)
+        Sampling(temperature=0.7, top_p=0.9)
         >>> rows = specjax.Sampling(temperature=(0.0, 1.0)).rows(2)  # the first row is greedy
         >>> rows.temperature.tolist()
         [0.0, 1.0]
@@ -182,18 +209,37 @@ class Sampling:
     top_k: Any = 0
     top_p: Any = 1.0
     min_p: Any = 0.0
+    presence_penalty: Any = 0.0
+    frequency_penalty: Any = 0.0
+    repetition_penalty: Any = 1.0
 
     def __post_init__(self) -> None:
         """Refuse values that are not numbers. `rows` checks the ranges and the number of rows."""
         for name in SAMPLING_NAMES:
             one_or_each(name, getattr(self, name))
 
+    def __repr__(self) -> str:
+        """Return the class and the parameters that differ from `Sampling`'s defaults."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name == "temperature"
+            or not np.array_equal(getattr(self, field.name), field.default)
+        }
+        shown = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        return f"{type(self).__name__}({shown})"
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if any row has a penalty."""
+        return any(np.any(getattr(self, name) != none) for name, none in PENALTIES.items())
+
     def with_explicit(self, **stated: Any) -> "Sampling":
         """Return these defaults, overridden by the parameters that a call states.
 
         All callers merge defaults and explicit parameters with this method. If the resulting
-        temperature is 0 in every row, the other parameters have no effect. Their defaults are then
-        dropped, and only the parameters that the call states stay.
+        temperature is 0 in every row, the parameters of truncation have no effect. Their defaults
+        are then dropped, and only those that the call states stay. Penalties stay.
 
         Args:
             stated: the fields of `Sampling` that the call states, by name. None means the default.
@@ -204,15 +250,16 @@ class Sampling:
         Examples:
             >>> defaults = specjax.Sampling(temperature=0.6, top_k=20, top_p=0.95)
             >>> defaults.with_explicit(temperature=0.7, top_p=1.0)
-            Sampling(temperature=0.7, top_k=20, top_p=1.0, min_p=0.0)
+            Sampling(temperature=0.7, top_k=20)
             >>> defaults.with_explicit(temperature=0)
-            Sampling(temperature=0, top_k=0, top_p=1.0, min_p=0.0)
+            Sampling(temperature=0)
         """
         stated = {name: value for name, value in stated.items() if value is not None}
         merged = Sampling(**{name: getattr(self, name) for name in SAMPLING_NAMES} | stated)
         if np.any(np.asarray(merged.temperature) != 0):
             return merged
-        return replace(Sampling(temperature=merged.temperature), **stated)
+        untruncated = {name: getattr(merged, name) for name in ("temperature", *PENALTIES)}
+        return replace(Sampling(**untruncated), **stated)
 
     def rows(self, batch: int, rule: Rule = "independent") -> RowSampling:
         """Return the arrays of ``batch`` rows, whose drafts are verified by ``rule``.
@@ -555,6 +602,52 @@ def _is_kept(scaled: jax.Array, sampling: RowSampling) -> jax.Array:
     return (scaled >= threshold) | _by_row(sampling.temperature == 0, scaled)
 
 
+def before_temperature(
+    logits: jax.Array,
+    sampling: RowSampling,
+    depth: Any,
+    *,
+    path: jax.Array | None = None,
+    ids: jax.Array | None = None,
+    legal: jax.Array | None = None,
+) -> jax.Array:
+    """Return the logits that are divided by the temperature, for target and drafter alike.
+
+    Penalties, biases and banned words change them, then stop tokens that may not come yet are
+    removed. If no row has any of these, the logits are returned as they are.
+
+    Args:
+        logits: ``[B, …, V]`` the logits of tokens below nodes of ``depth``.
+        sampling: the rows' parameters.
+        depth: as in `without_stop_tokens`.
+        path: the tokens from below the root to each node, as in `specjax.adjustments.adjusted`. A
+            drafter that knows none, or not all, drafts a little worse.
+        ids: as in `without_stop_tokens`.
+        legal: as in `without_stop_tokens`.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from specjax.adjustments import Adjustments
+        >>> from specjax.sampling import before_temperature
+        >>> rows = specjax.Sampling(presence_penalty=1.5).rows(1)
+        >>> seen = Adjustments.of_texts([[0, 1]], prompt_lengths=[1], vocab_size=3)
+        >>> rows = replace(rows, adjustments=seen)
+        >>> before_temperature(jnp.zeros((1, 3)), rows, depth=0).tolist()
+        [[0.0, -1.5, 0.0]]
+    """
+    if sampling.adjustments is not None:
+        logits = adjusted(
+            logits,
+            sampling.adjustments,
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+            path,
+            ids,
+        )
+    return without_stop_tokens(logits, sampling, depth, ids, legal)
+
+
 def without_stop_tokens(
     logits: jax.Array,
     sampling: RowSampling,
@@ -563,8 +656,6 @@ def without_stop_tokens(
     legal: jax.Array | None = None,
 ) -> jax.Array:
     """Set the logits ``[B, …, V]`` of stop tokens to -inf where min_new_tokens is not reached.
-
-    This comes before all other transformations of the logits, for target and drafter alike.
 
     Args:
         logits: the logits of tokens below nodes of ``depth``.

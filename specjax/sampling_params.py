@@ -11,9 +11,10 @@ from specjax.errors import InputError, check_options
 from specjax.grammars import Grammar
 from specjax.grammars.grammar import check_grammar
 from specjax.sampling import GREEDY, SAMPLING_NAMES, Sampling, check_seed, make_key
+from specjax.token_biases import TokenBiases
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SamplingParams(Sampling):
     """The sampling parameters of one request, checked when the object is created.
 
@@ -34,6 +35,14 @@ class SamplingParams(Sampling):
             the text.
         eos_token_ids: token ids that end the text; None: the target's own ids, ``()``: none.
         grammar: the grammar that the text must satisfy, such as ``specjax.JsonSchema(schema)``.
+        presence_penalty: is subtracted from the logits of generated tokens, from -2 to 2.
+        frequency_penalty: is subtracted for each time that a token was generated, from -2 to 2.
+        repetition_penalty: divides the positive logits of the tokens of prompt and output, and
+            multiplies the others; 1 is none.
+        logit_bias: numbers that are added to the logits of tokens, by token id. It is stored as
+            sorted pairs.
+        allowed_token_ids: the only tokens that may be generated; None: any.
+        bad_words: words that must not be generated, each a string or its token ids.
 
     Raises:
         InputError: a parameter has a wrong type or is out of range. The message has its name, its
@@ -54,6 +63,9 @@ class SamplingParams(Sampling):
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None
+    logit_bias: Any = ()
+    allowed_token_ids: Any = None
+    bad_words: Any = ()
 
     def __post_init__(self) -> None:
         """Check every parameter, and store plain Python numbers.
@@ -74,6 +86,9 @@ class SamplingParams(Sampling):
             check_grammar(self.grammar)
         if self.eos_token_ids is not None:
             object.__setattr__(self, "eos_token_ids", tuple(check_ids(self.eos_token_ids)))
+        biases = self.biases
+        for name, value in vars(biases).items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(
@@ -121,6 +136,16 @@ class SamplingParams(Sampling):
         }
         return cls(**vars((defaults or GREEDY).with_explicit(**of_distribution)), **other_fields)
 
+    @property
+    def biases(self) -> TokenBiases:
+        """The biases, allowed tokens and banned words together."""
+        return TokenBiases.of(self.logit_bias, self.allowed_token_ids, self.bad_words)
+
+    @property
+    def has_adjustments(self) -> bool:
+        """True if there is a penalty, a bias, or a token or word that is banned."""
+        return self.has_penalties or not self.biases.is_neutral
+
     def options(self) -> GenerationOptions:
         """Return the options of a batch with one row."""
         return GenerationOptions(
@@ -129,6 +154,7 @@ class SamplingParams(Sampling):
             sampling=self.with_explicit(),
             eos_token_ids=self.eos_token_ids,
             grammar=self.grammar,
+            biases=self.biases,
         )
 
     def make_key(self) -> Any:

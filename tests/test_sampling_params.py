@@ -63,6 +63,7 @@ def test_every_parameter_of_the_distribution_reaches_the_device() -> None:
     assert set(names) <= {field.name for field in fields(SamplingParams)}
     assert set(names) <= {field.name for field in fields(RowSampling)}
     values = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    values |= {"presence_penalty": 0.3, "frequency_penalty": -0.4, "repetition_penalty": 1.2}
     assert values.keys() == set(names)  # a new parameter is to be tried here, too
     of_row, rows = SamplingParams(**values).of_row(), SamplingParams(**values).rows_of_any_kind(1)
     for name, value in values.items():

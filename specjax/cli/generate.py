@@ -57,16 +57,24 @@ class GenerateConfig:
         only_if_faster: measure first, and decode plainly if the drafter would not be faster on
             these prompts.
         max_new_tokens: maximum number of tokens to generate per prompt.
-        temperature: sampling temperature; 0 is greedy. This option and the next three default to
-            the target's own values, see generation_config; otherwise to greedy decoding.
+        temperature: sampling temperature; 0 is greedy. This option, the next three and
+            repetition_penalty default to the target's own values, see generation_config; otherwise
+            to greedy decoding.
         top_k: sample from this many most likely tokens; 0 is no limit.
         top_p: sample from the most likely tokens with this total probability, in (0, 1]; 1 is no
             limit.
         min_p: minimum probability of a token relative to the most likely one, in [0, 1]; 0 is no
             limit.
-        generation_config: "auto" uses temperature, top_k, top_p and min_p of the target's
-            generation_config.json for options that are not given, if the file has do_sample
-            true; "none" ignores the file.
+        presence_penalty: is subtracted from the logits of tokens that were generated, from -2 to 2;
+            0 is none.
+        frequency_penalty: is subtracted for each time that a token was generated, from -2 to 2; 0
+            is none.
+        repetition_penalty: divides the positive logits of tokens of the prompt and the output, and
+            multiplies the negative ones; 1 is none.
+        bad_words: words that must not be generated.
+        generation_config: "auto" uses temperature, top_k, top_p, min_p and repetition_penalty of
+            the target's generation_config.json for options that are not given, if the file has
+            do_sample true; "none" ignores the file.
         seed: random seed.
         rule: how tokens are sampled and drafts verified; every rule is exact. The default is the
             best rule for the draft shape. With "coupled", the text is the same with every
@@ -110,6 +118,10 @@ class GenerateConfig:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    bad_words: tuple[str, ...] = ()
     generation_config: GenerationConfig = "auto"
     seed: int = 0
     rule: Rule | None = None
@@ -229,6 +241,7 @@ def read_options(
         eos_token_ids=() if config.ignore_eos else None,
         rule=config.rule,
         grammar=read_grammar(config.json_schema, config.regex, config.choice, config.grammar_after),
+        bad_words=config.bad_words,
         **vars((default_sampling or GREEDY).with_explicit(**_stated(config))),
     )
     options.sampling.rows(1)

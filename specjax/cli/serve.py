@@ -92,6 +92,9 @@ class ServeConfig:
         grammar_depth: maximum depth of nested brackets in a grammar.
         grammar_megabytes: memory that compiling a grammar may take, in MB of 10**6 bytes.
         grammar_seconds: CPU time that compiling a grammar may take.
+        penalties: "on" lets requests have penalties, biases, allowed tokens and banned words;
+            "auto" does so wherever it is supported, and "off" saves the memory: eight bytes for
+            each row and token of the vocabulary.
         per_request_spec_decode_metrics: report in each answer how many drafted tokens were
             accepted.
         drain_seconds: seconds that running requests have to finish after SIGTERM.
@@ -102,6 +105,8 @@ class ServeConfig:
             server from a browser; "*" allows all. May be given several times.
         trusted_proxy: address or network of a proxy from which all connections may come. May be
             given several times.
+        log: one line for each request on standard error: "text", "json", or "off". A line has ids,
+            numbers and the model, never text.
         warm: compile all programs before the first request is answered. Otherwise the server is
             ready when the programs for plain requests are compiled, and the others follow; texts
             are the same.
@@ -137,6 +142,7 @@ class ServeConfig:
     max_logprobs: int = 20
     max_prediction: int = 16
     grammars: Literal["auto", "on", "off"] = "auto"
+    penalties: Literal["auto", "on", "off"] = "auto"
     grammar_characters: int = GrammarLimits.characters
     grammar_depth: int = GrammarLimits.depth
     grammar_megabytes: float = GrammarLimits.megabytes
@@ -147,6 +153,7 @@ class ServeConfig:
     max_connections: int = 512
     cors_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     trusted_proxy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    log: Literal["text", "json", "off"] = "text"
     warm: bool = False
 
 
@@ -156,10 +163,12 @@ def run_serve(config: ServeConfig) -> int:
     from specjax.serving.http.access import check_origins
     from specjax.serving.http.places import networks
     from specjax.serving.http.protocol import ConnectionLimits
+    from specjax.serving.http.request_log import show_requests
     from specjax.serving.http.service import AppOptions, Service
 
     check_numbers(config)
     read_drafts(config)
+    show_requests(config.log)
     networks(config.trusted_proxy)  # refuse invalid addresses
     check_origins(config.cors_origin)
     keys = read_keys(config)
@@ -265,8 +274,14 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
             )
         drafter = with_told(drafter, config.told)
     page, pages = config.page or memory.usual_page(), None
-    sizes = {"rows": config.rows, "page": page, "chunk": config.chunk or None}
-    sizes["grammars"] = grammars = has_grammars(config, generator)
+    may_constrain, may_adjust = has_grammars(config, generator), has_penalties(config, generator)
+    sizes = {
+        "rows": config.rows,
+        "page": page,
+        "chunk": config.chunk or None,
+        "grammars": may_constrain,
+        "penalties": may_adjust,
+    }
     capacity, reason = choose_capacity(config, generator, sizes)
     if config.cache_gb:
         pages = memory.pages_in(
@@ -283,7 +298,8 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         "max_waiting": config.max_queue,
         "max_logprobs": config.max_logprobs,
         "max_prediction": config.max_prediction,
-        "grammars": grammars,
+        "grammars": may_constrain,
+        "penalties": may_adjust,
         "clients": ClientDrafts(drafter) if takes_drafts else None,
         "client_rows": config.client_rows or None,
         "warm": config.warm,
@@ -323,6 +339,20 @@ def grammar_checker(config: ServeConfig, arguments: dict[str, Any]) -> GrammarCh
         config.grammar_seconds,
     )
     return GrammarChecker(arguments["target"].grammar_compiler, limits)
+
+
+def has_penalties(config: ServeConfig, generator: pipeline.TextGenerator) -> bool:
+    """Return whether requests may have penalties, biases and banned words.
+
+    Raises:
+        InputError: they shall, by ``--penalties on``, and the mesh does not support it.
+    """
+    spans = spans_processes(generator.target.mesh)
+    if spans and config.penalties == "on":
+        raise InputError(
+            "penalties='on': a mesh that spans processes does not support them; give auto or off"
+        )
+    return not spans and config.penalties != "off"
 
 
 def choose_capacity(

@@ -17,13 +17,14 @@ from specjax.arguments import is_whole
 from specjax.decoding.constrained import FORCED, ConstrainedRows
 from specjax.decoding.loop import decode
 from specjax.decoding.options import GenerationOptions, Grammars, bucket, check_prompts
-from specjax.decoding.state import DecodeState, prefill
+from specjax.decoding.state import DecodeState, place_rows, prefill
 from specjax.decoding.stats import Stats
 from specjax.drafters.base import Drafter, NoDraft, check_is_pytree
 from specjax.errors import GrammarError, InputError, LogitsError
 from specjax.models.transformer import Target
 from specjax.reprs import OneLine
 from specjax.sampling import Rule, Sampling
+from specjax.token_biases import TokenBiases
 
 
 @struct.dataclass
@@ -68,6 +69,7 @@ def generate(
     eos_token_ids: Sequence[Any] | None = None,
     rule: Rule | None = None,
     grammar: Grammars = None,
+    biases: TokenBiases | Sequence[TokenBiases | None] | None = None,
 ) -> Result:
     """Generate from the target, with exactly the distribution of the target alone.
 
@@ -96,6 +98,8 @@ def generate(
         grammar: the grammar that every text must satisfy, compiled for the target's tokenizer
             (`specjax.grammars.GrammarCompiler`); or one for each row, with None for a row without a
             grammar. With a grammar the default of ``rule`` is "coupled".
+        biases: the `specjax.token_biases.TokenBiases` of all rows, or one for each row, with None
+            for a row without any: biases of tokens, allowed tokens and banned words.
 
     Raises:
         InputError: An argument is invalid. The message names it, its value and the remedy.
@@ -119,7 +123,7 @@ def generate(
         specjax.errors.InputError: tokens: id 99 is outside the vocabulary of 16 tokens; ...
     """
     options = GenerationOptions(
-        max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar
+        max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar, biases
     )
     run = _Batch(target, drafter, tokens, lengths, options)
     run.decode(np.iinfo(np.int32).max)
@@ -139,6 +143,7 @@ def stream(
     eos_token_ids: Sequence[Any] | None = None,
     rule: Rule | None = None,
     grammar: Grammars = None,
+    biases: TokenBiases | Sequence[TokenBiases | None] | None = None,
     steps: int = 4,
 ) -> Iterator[Result]:
     """Generate as `generate` does, and yield the result so far after every ``steps`` steps.
@@ -159,7 +164,7 @@ def stream(
     if not is_whole(steps) or steps < 1:
         raise InputError(f"steps={steps!r}: it must be a whole number, at least 1")
     options = GenerationOptions(
-        max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar
+        max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar, biases
     )
     run = _Batch(target, drafter, tokens, lengths, options)
 
@@ -286,6 +291,7 @@ def start(
             f"capacity={capacity}: a row may need {max_lengths.max()} tokens; give at least that"
         )
     padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
+    adjustments = options.adjustments(tokens, lengths, config.vocab_size)
     rule = options.rule_for(drafter.draft_shape)
     rows = options.sampling.rows(batch, rule)
     # Batches that are all greedy have their own program, and all others share one. That one
@@ -310,7 +316,9 @@ def start(
         depth=None if options.grammar is None else max(FORCED, drafter.draft_shape.depth),
     )
     sampling_fields = {name: getattr(rows, name) for name in _ANY_SAMPLING}
-    return drafter, replace(state, sampling=replace(state.sampling, **sampling_fields))
+    adjustments = jax.tree.map(jnp.asarray, adjustments)
+    sampling = replace(state.sampling, **sampling_fields, adjustments=adjustments)
+    return drafter, place_rows(replace(state, sampling=sampling), target)
 
 
 _ANY_SAMPLING = {"greedy": False, "truncated": True, "rule": "independent"}

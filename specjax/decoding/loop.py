@@ -199,9 +199,14 @@ def advance(
         logprobs=scored.logprobs,
     )
     is_accepted = jnp.arange(draft.depth + 1)[None] < info.accepted[:, None]
+    sampling = state.sampling
+    if sampling.adjustments is not None:
+        adjustments = sampling.adjustments.after(scored.emitted, verdict.count)
+        sampling = replace(sampling, adjustments=adjustments)
     return (
         replace(
             state,
+            sampling=sampling,
             tokens=append_tokens(state.tokens, state.lengths, scored.emitted, verdict.count),
             lengths=state.lengths + verdict.count,
             done=done,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.adjustments import Adjustments
 from specjax.arguments import is_whole, one_or_each
 from specjax.decoding.verification import RULES
 from specjax.drafts.shapes import DraftShape, DynamicTree, StaticTree
@@ -16,6 +17,7 @@ from specjax.errors import InputError
 from specjax.grammars import CompiledGrammar, Grammar, Matcher
 from specjax.models.config import ModelConfig
 from specjax.sampling import Rule, Sampling, check_rule
+from specjax.token_biases import TokenBiases
 
 Grammars = CompiledGrammar | Grammar | Sequence[CompiledGrammar | Grammar | None] | None
 """The grammar of all rows, or one for each row with None for a row without a grammar."""
@@ -43,6 +45,8 @@ class GenerationOptions:
             (`specjax.grammars.GrammarCompiler`); or one for each row, with None for a row without a
             grammar. With a grammar the default of ``rule`` is "coupled". A
             `specjax.pipeline.TextGenerator` compiles grammars itself.
+        biases: the `specjax.token_biases.TokenBiases` of all rows, or one for each row, with None
+            for a row without any.
 
     Examples:
         >>> from specjax.decoding import GenerationOptions
@@ -61,6 +65,7 @@ class GenerationOptions:
     rule: Rule | None = None
     min_new_tokens: Any = 0
     grammar: Grammars = None
+    biases: TokenBiases | Sequence[TokenBiases | None] | None = None
 
     def __post_init__(self) -> None:
         """Raise InputError for values of the wrong type.
@@ -175,6 +180,39 @@ class GenerationOptions:
         return [
             None if grammar is None else _check_grammar(grammar, vocab_size) for grammar in grammars
         ]
+
+    def adjustments(
+        self, tokens: np.ndarray, lengths: np.ndarray, vocab_size: int
+    ) -> Adjustments | None:
+        """Return the adjustments of rows before their first token, or None if no row has any.
+
+        Args:
+            tokens: ``[B, P]`` the prompts.
+            lengths: ``[B]`` the prompts' lengths.
+            vocab_size: the number of tokens of the target.
+
+        Raises:
+            InputError: The biases do not fit the rows or the vocabulary.
+        """
+        batch = len(lengths)
+        if isinstance(self.biases, list | tuple):
+            biases = [row or TokenBiases() for row in self.biases]
+        else:
+            biases = [self.biases or TokenBiases()] * batch
+        if len(biases) != batch:
+            raise InputError(
+                f"biases: {len(biases)} of them; give one, or one for each of the {batch} rows"
+            )
+        if all(row.is_neutral for row in biases) and not self.sampling.has_penalties:
+            return None
+        prompts = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+        return Adjustments.of_texts(
+            prompts,
+            lengths.tolist(),
+            vocab_size,
+            np.stack([row.bias(vocab_size) for row in biases]),
+            [row.words for row in biases],
+        )
 
     def _counts(self, name: str, batch: int, minimum: int, maximum: Any, must: str) -> np.ndarray:
         """Return the field ``name``, one number or one for each row, as ``[batch]``.

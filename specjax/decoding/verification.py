@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specjax.adjustments import NO_TOKEN
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft, Verdict
 from specjax.sampling import (
@@ -23,6 +24,7 @@ from specjax.sampling import (
     Rule,
     argmax,
     at_nodes,
+    before_temperature,
     can_be_drawn,
     distributions,
     draw,
@@ -32,7 +34,6 @@ from specjax.sampling import (
     probabilities,
     split_keys,
     unpack_legal,
-    without_stop_tokens,
 )
 from specjax.shape_checks import shape_checked
 
@@ -79,35 +80,71 @@ def verify(
             allows it after the node. None if no row has a grammar. The path never goes below a
             token that is not legal, so the bits of nodes below it do not matter.
     """
-    if sampling.greedy:
+    if sampling.greedy and sampling.adjustments is None:
         allowed, is_legal, good = _allowed(logits, sampling, draft.depths, legal)
         return follow_argmax(draft, argmax(only_legal(allowed, is_legal)), good)
+    if sampling.greedy:
+        # Penalties depend on the path, so they are computed only at the nodes that a row visits.
+        return descend(draft, _likeliest_child(logits, sampling, legal))
     return RULES[sampling.rule].verify(draft, logits, sampling, keys, legal)
 
 
 def _allowed(
-    logits: jax.Array, sampling: RowSampling, depth: Any, legal: jax.Array | None
+    logits: jax.Array,
+    sampling: RowSampling,
+    depth: Any,
+    legal: jax.Array | None,
+    path: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Return what the next token of some nodes is drawn from.
 
     Args:
         logits: ``[B, …, V]`` the target's logits at the nodes.
         sampling: the sampling parameters of the rows.
-        depth: the depth of the nodes, as in `without_stop_tokens`.
+        depth: the depth of the nodes, as in `specjax.sampling.without_stop_tokens`.
         legal: ``[B, …, ceil(V / 32)]`` the bits of legal tokens, as in `verify`.
+        path: ``[B, …, D]`` the tokens below the root on the path to each node, then -1; None if no
+            row has penalties, biases or banned words.
 
     Returns:
-        The logits without stop tokens that may not come yet; ``[B, …, V]`` bool which tokens are
+        The logits as `before_temperature` changes them; ``[B, …, V]`` bool which tokens are
         legal, or None; and ``[B, …]`` bool whether a token can be drawn.
     """
     if legal is None:
-        allowed = without_stop_tokens(logits, sampling, depth)
+        allowed = before_temperature(logits, sampling, depth, path=path)
         return allowed, None, can_be_drawn(allowed)
     is_legal = unpack_legal(legal, logits.shape[-1])
-    allowed = without_stop_tokens(logits, sampling, depth, legal=is_legal)
+    allowed = before_temperature(logits, sampling, depth, path=path, legal=is_legal)
     # Both: a NaN is an error even if its token is not legal, as it would be in a free row.
     good = can_be_drawn(allowed) & can_be_drawn(only_legal(allowed, is_legal))
     return allowed, is_legal, good
+
+
+def _allowed_at(
+    draft: Draft,
+    logits: jax.Array,
+    sampling: RowSampling,
+    path: jax.Array,
+    depth: jax.Array,
+    legal: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Return what `_allowed` does, for one node of each row.
+
+    Args:
+        draft: a tree of N nodes.
+        logits: ``[B, N, V]``, at all nodes.
+        sampling: the sampling parameters of the rows.
+        path: ``[B, D + 1]`` the nodes from the root to the node, as in `Verdict.path`.
+        depth: the depth of the node; the path is known up to there.
+        legal: the legal tokens at all nodes, as in `verify`.
+    """
+    node = path[:, depth]
+    words = None if legal is None else at_nodes(legal, node)
+    tokens = None
+    if sampling.adjustments is not None:
+        tokens = jnp.take_along_axis(draft.tokens, path[:, 1:], axis=1)
+        tokens = jnp.where(jnp.arange(draft.depth) < depth, tokens, NO_TOKEN)
+    return _allowed(at_nodes(logits, node), sampling, depth, words, tokens)
 
 
 def independent(
@@ -128,7 +165,12 @@ def independent(
         return descend(draft, by_rule(matching, logits, sampling, keys, legal))
     if not draft.is_chain:
         return descend(draft, by_rule(recursive_rejection, logits, sampling, keys, legal))
-    allowed, is_legal, good = _allowed(logits, sampling, draft.depths, legal)
+    tokens_above = None
+    if sampling.adjustments is not None:
+        index = jnp.arange(draft.depth + 1)
+        is_above = index[None, 1:] <= index[:, None]  # [N, gamma]
+        tokens_above = jnp.where(is_above, draft.tokens[:, None, 1:], NO_TOKEN)
+    allowed, is_legal, good = _allowed(logits, sampling, draft.depths, legal, tokens_above)
     p, x = distributions(allowed, sampling, is_legal), draft.tokens[:, 1:]
     # A drafter's q is NaN for all tokens or for none, so this condition does not depend on x and
     # cannot bias the output.
@@ -200,13 +242,12 @@ def coupled(
     """
 
     def visit(
-        draft: Draft, node: jax.Array, depth: jax.Array
+        draft: Draft, path: jax.Array, depth: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)
-        words = None if legal is None else at_nodes(legal, node)
-        allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, depth, words)
+        allowed, is_legal, good = _allowed_at(draft, logits, sampling, path, depth, legal)
         drawn_token = argmax(perturbed(allowed, sampling, noise, legal=is_legal))
-        return *_holding(draft, node, drawn_token), good
+        return *_holding(draft, path[:, depth], drawn_token), good
 
     return descend(draft, visit)
 
@@ -227,11 +268,24 @@ class _Descent:
 
 
 Visit = Callable[[Draft, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-"""A visit of one node: ``(draft, node [B], depth) -> (child [B], token [B], good [B])``.
+"""A visit of one node: ``(draft, path [B, D + 1], depth) -> (child [B], token [B], good [B])``.
 
-depth is the node's depth. The visit returns the child that is accepted; or -1, and the token that
-is emitted instead; and whether a token can be drawn after the node at all.
+The node is ``path[:, depth]``, and the path above it leads there from the root. The visit returns
+the child that is accepted; or -1, and the token that is emitted instead; and whether a token can be
+drawn after the node at all.
 """
+
+
+def _likeliest_child(logits: jax.Array, sampling: RowSampling, legal: jax.Array | None) -> Visit:
+    """Return a `Visit` for greedy rows, which follow the likeliest token."""
+
+    def visit(
+        draft: Draft, path: jax.Array, depth: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        allowed, is_legal, good = _allowed_at(draft, logits, sampling, path, depth, legal)
+        return *_holding(draft, path[:, depth], argmax(only_legal(allowed, is_legal))), good
+
+    return visit
 
 
 def descend(draft: Draft, visit: Visit) -> Verdict:
@@ -249,7 +303,7 @@ def descend(draft: Draft, visit: Visit) -> Verdict:
     def go(descent: _Descent) -> _Descent:
         depth, going, so_far = descent.depth, descent.going, descent.verdict
         below = replace(draft, valid=_drafted(draft) & going[:, None])
-        child, token, good = visit(below, so_far.path[:, depth], depth)
+        child, token, good = visit(below, so_far.path, depth)
         assert so_far.bad is not None
         accepted = (child >= 0) & good
         path = so_far.path.at[:, depth + 1].set(jnp.maximum(child, 0), mode="drop")
@@ -292,12 +346,11 @@ def by_rule(
     """
 
     def visit(
-        draft: Draft, node: jax.Array, depth: jax.Array
+        draft: Draft, path: jax.Array, depth: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        words = None if legal is None else at_nodes(legal, node)
-        allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, depth, words)
+        allowed, is_legal, good = _allowed_at(draft, logits, sampling, path, depth, legal)
         p = probabilities(allowed, sampling, is_legal)
-        return *rule(draft, node, p, _fold_in(keys, depth)), good
+        return *rule(draft, path[:, depth], p, _fold_in(keys, depth)), good
 
     return visit
 

@@ -8,12 +8,12 @@ from specjax.drafts.shapes import Chain, DraftShape, SampledTree
 from specjax.sampling import (
     RowSampling,
     argmax,
+    before_temperature,
     draw,
     likeliest,
     noise_of_rows,
     perturbed,
     probabilities,
-    without_stop_tokens,
 )
 
 _BEHIND_ALL = -1e4  # far below every logit plus noise: a probability of 0
@@ -102,6 +102,7 @@ def offered_by(
     sampling: RowSampling,
     keys: jax.Array,
     vocabulary: Vocabulary | Candidates | None,
+    path: jax.Array | None = None,
 ) -> CandidateTokens:
     """Return the children of nodes with the drafter's ``logits [B, n, V]``.
 
@@ -110,16 +111,22 @@ def offered_by(
     Args:
         shape: the shape of the draft.
         logits: the logits, in the drafter's vocabulary or over `Candidates`.
-        depth: the depth of the nodes, as in `without_stop_tokens`.
+        depth: the depth of the nodes, as in `specjax.sampling.without_stop_tokens`.
         sampling: the sampling parameters of the rows.
         keys: the random keys of this depth.
         vocabulary: the vocabulary of the logits, if it is not the target's.
+        path: ``[B, n, K]``, the tokens from below the root to each node, as in
+            `specjax.sampling.before_temperature`; None if they are unknown.
     """
     is_drawn = (
         isinstance(shape, Chain | SampledTree) and not sampling.greedy and not sampling.coupled
     )
-    logits = without_stop_tokens(
-        logits.astype(jnp.float32), sampling, depth, None if vocabulary is None else vocabulary.ids
+    logits = before_temperature(
+        logits.astype(jnp.float32),
+        sampling,
+        depth,
+        path=path,
+        ids=None if vocabulary is None else vocabulary.ids,
     )
     if sampling.coupled:
         # With the noise of the target's own draw added, the largest logit is the token that the

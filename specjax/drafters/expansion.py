@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from specjax.adjustments import NO_TOKEN
 from specjax.drafters.candidates import CandidateTokens, Vocabulary, offered_by
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, FixedShape
 from specjax.models.cache import Cache, Entries, num_slots, place_entries
 from specjax.models.transformer import Target
-from specjax.sampling import RowSampling
+from specjax.sampling import RowSampling, before_temperature
 
 
 @struct.dataclass
@@ -39,12 +40,15 @@ class Frontier:
         visible: ``[B, F, R]`` bool, which of the nodes that were read before are ancestors of each
             node. The f-th node of depth d has index ``(d - 1) * F + f``. R is
             `DraftShape.read_slots`.
+        path: ``[B, F, D]`` int32, the tokens from below the root to each node, the node last, and
+            then -1; None if no row has penalties, biases or banned words.
     """
 
     tokens: jax.Array
     depth: jax.Array
     parents: jax.Array
     visible: jax.Array
+    path: jax.Array | None = None
 
     @property
     def offset(self) -> jax.Array:
@@ -130,10 +134,12 @@ def expand(
     batch, width, branching = root.shape[0], shape.width, shape.branching
     candidates = width * branching
 
-    def children_of(logits: jax.Array | CandidateTokens, depth: jax.Array) -> CandidateTokens:
+    def children_of(
+        logits: jax.Array | CandidateTokens, depth: jax.Array, path: jax.Array | None
+    ) -> CandidateTokens:
         if isinstance(logits, CandidateTokens):
             return logits
-        return offered_by(shape, logits, depth, sampling, keys[depth], vocabulary)
+        return offered_by(shape, logits, depth, sampling, keys[depth], vocabulary, path)
 
     def add_level(growth: _Growth, children: CandidateTokens, parent_scores: jax.Array) -> _Growth:
         """Add the ``children`` of nodes with scores ``parent_scores [B, n]`` as a level.
@@ -194,13 +200,19 @@ def expand(
         logits, state = read(growth.frontier, growth.state)
         last = growth.depth - 1
         parent_scores = jnp.take_along_axis(growth.scores[last], growth.picked[last], axis=1)
-        children = children_of(logits, growth.depth)
+        children = children_of(logits, growth.depth, growth.frontier.path)
         return add_level(replace(growth, state=state), children, parent_scores)
 
+    no_path = None
+    if sampling.adjustments is not None:
+        no_path = jnp.full((batch, width, shape.depth), NO_TOKEN, jnp.int32)
     first = children_of(
-        logits if isinstance(logits, CandidateTokens) else logits[:, None], jnp.zeros((), jnp.int32)
+        logits if isinstance(logits, CandidateTokens) else logits[:, None],
+        jnp.zeros((), jnp.int32),
+        None if no_path is None else no_path[:, :1],
     )
-    root_alone = _empty_growth(shape, None if first.q is None else first.q.shape[-1], state, active)
+    vocab = None if first.q is None else first.q.shape[-1]
+    root_alone = _empty_growth(shape, vocab, state, active, no_path)
     growth = add_level(root_alone, first, jnp.zeros((batch, 1), jnp.float32))
     if shape.depth > 1 and in_loop:
         growth = _repeat(deepen, shape, growth)
@@ -244,13 +256,17 @@ def expand_by_depth(
         vocabulary: the vocabulary of the logits, if it is not the target's.
     """
     batch, depth = logits.shape[:2]
+    # Here, because they have a row for each row of the batch. The drafted tokens above are unknown.
+    depths = jnp.arange(depth)
+    ids = None if vocabulary is None else vocabulary.ids
+    logits = before_temperature(logits, sampling, depths, ids=ids)
+    sampling = replace(sampling, adjustments=None, tokens_before_stop=None)
     # One call for all depths: each depth of a row is passed as a row of its own.
     repeated = jax.tree.map(lambda values: jnp.repeat(values, depth, axis=0), sampling)
-    depths = jnp.tile(jnp.arange(depth), batch)[:, None]
     flat = offered_by(
         shape,
         logits.reshape(batch * depth, 1, -1),
-        depths,
+        jnp.tile(depths, batch)[:, None],
         repeated,
         keys.T.reshape(-1),
         vocabulary,
@@ -275,8 +291,18 @@ def expand_by_depth(
     )[0]
 
 
-def _empty_growth(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:
-    """Return a draft without candidates. ``vocab`` is None if tokens are chosen and not drawn."""
+def _empty_growth(
+    shape: DraftShape,
+    vocab: int | None,
+    state: Any,
+    active: jax.Array,
+    no_path: jax.Array | None,
+) -> _Growth:
+    """Return a draft without candidates.
+
+    ``vocab`` is None if tokens are chosen and not drawn. ``no_path`` is the path of the first
+    frontier.
+    """
     batch = active.shape[0]
     width, candidates = shape.width, shape.width * shape.branching
     nothing = jnp.zeros((batch, width), jnp.int32)
@@ -292,6 +318,7 @@ def _empty_growth(shape: DraftShape, vocab: int | None, state: Any, active: jax.
             jnp.zeros((), jnp.int32),
             nothing,
             jnp.zeros((batch, width, shape.read_slots), bool),
+            no_path,
         ),
         state=state,
     )
@@ -334,11 +361,18 @@ def _next_frontier(
     read_index = previous.offset + parents
     nodes_read = jnp.arange(previous.visible.shape[-1])
     is_parent = (read_index[..., None] == nodes_read) & (growth.depth > 0)
+    picked_tokens = jnp.take_along_axis(tokens, picked, axis=1)
+    path = previous.path
+    if path is not None:
+        # In level 0 the frontier before is empty: every path is.
+        path = jnp.take_along_axis(path, parents[..., None], axis=1)
+        path = path.at[:, :, growth.depth].set(picked_tokens)
     return Frontier(
-        tokens=jnp.take_along_axis(tokens, picked, axis=1),
+        tokens=picked_tokens,
         depth=growth.depth + 1,
         parents=parents,
         visible=jnp.take_along_axis(previous.visible, parents[..., None], axis=1) | is_parent,
+        path=path,
     )
 
 

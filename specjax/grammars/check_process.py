@@ -112,7 +112,7 @@ def default_stack() -> int:
 
 def main() -> None:
     """Build the tokenizer of the first line, and compile the grammar of each further line."""
-    lines = _Lines(0)
+    lines = _LineReader(0)
     settings = next(lines)
     try:
         tokenizer = build_tokenizer(
@@ -157,9 +157,9 @@ def _fork(tokenizer: Any, source: str, settings: Mapping[str, Any]) -> tuple[int
         before = _kilobytes("RssAnon")
         matcher = compile_source(tokenizer, source, settings["limits"])
         error = first_line(matcher.get_error()) if matcher.is_error() else ""
-        kept = settings["megabytes"] / KEPT
-        if not error and _kilobytes("RssAnon") - before > kept * 1e3:
-            error = f"it takes more than {kept:g} MB once it is compiled; simplify it"
+        kept_megabytes = settings["megabytes"] / KEPT
+        if not error and _kilobytes("RssAnon") - before > kept_megabytes * 1e3:
+            error = f"it takes more than {kept_megabytes:g} MB once it is compiled; simplify it"
         if not error:
             _walk(tokenizer, matcher)
         os.write(writes, json.dumps({"error": error[:1000]}).encode())
@@ -229,7 +229,7 @@ def _answer(**values: Any) -> None:
     sys.stdout.flush()
 
 
-class _Lines:
+class _LineReader:
     """The lines of JSON that arrive at a file descriptor.
 
     Attributes:

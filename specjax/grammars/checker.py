@@ -65,7 +65,13 @@ class GrammarLimits:
 
 
 class CheckerBusyError(RuntimeError):
-    """A grammar cannot be checked now: too many others wait, or the process is not available."""
+    """A grammar cannot be checked now: too many others wait, or the process is not available.
+
+    Examples:
+        >>> from specjax.grammars import CheckerBusyError
+        >>> str(CheckerBusyError("3 grammars are being checked; try again later"))
+        '3 grammars are being checked; try again later'
+    """
 
 
 class GrammarChecker:

@@ -237,9 +237,9 @@ class _Writer:
 
     def regex(self, terminal: str, text: str) -> str:
         """Return a regular expression and the plain text that follows it."""
-        first, *others = self.tokens.split(text) or [""]
+        first, *more_pieces = self.tokens.split(text) or [""]
         body = f"{terminal} {quoted(first)}" if first else terminal
-        after = "".join(t if isinstance(t, str) else self.tokens.contents[t] for t in others)
+        after = "".join(t if isinstance(t, str) else self.tokens.contents[t] for t in more_pieces)
         reference = self.reference({"lark_grammar": f"start: TEXT\nTEXT: {body}"})
         return f"{reference} {self.literal(after)}".strip()
 
@@ -351,10 +351,10 @@ def _check_stops(
 ) -> None:
     """Raise InputError if triggers, ends and excluded strings get in each other's way."""
     for index, stop in enumerate(stops):
-        for place, other in enumerate(stops):
-            if index != place and other in stop:
+        for place, another_stop in enumerate(stops):
+            if index != place and another_stop in stop:
                 raise InputError(
-                    f"{stop!r} contains {other!r}, which comes first; leave one of them out"
+                    f"{stop!r} contains {another_stop!r}, which comes first; leave one of them out"
                 )
     for trigger, begin in begins:
         first = tokens.split(begin)[0]

@@ -2,14 +2,14 @@
 
 The fields are read as in transformers 5:
 
-- temperature, top_k, top_p and min_p apply only with ``do_sample: true``. If it is false, null or
-  absent, they are not even checked, because the text does not depend on them.
+- temperature, top_k, top_p, min_p and repetition_penalty apply only with ``do_sample: true``. If it
+  is false, null or absent, they are not even checked.
 - ``do_sample: true`` without a temperature is temperature 1; a temperature of 0 is greedy.
 - null is as if the field were absent. A top_k of 0 or -1 is no limit.
 
 Only the file counts. transformers itself samples from the 50 likeliest tokens if neither file nor
 call has a top_k; here, as in vLLM, that is no limit. vLLM differs in another point: it reads the
-four fields, repetition_penalty and max_new_tokens for any do_sample. Lengths, such as
+five fields and max_new_tokens for any do_sample. Lengths, such as
 max_new_tokens, are never read here: the call gives them.
 
 The end-of-sequence ids of the same file always apply; `specjax.models.config_json.read_config`
@@ -53,6 +53,11 @@ _SAMPLING: Mapping[str, Field] = {
         default=None,
     ),
     "min_p": number(0, 1, default=None),
+    "repetition_penalty": Field(
+        "a number above 0 and at most 10; 1 is no penalty",
+        lambda value: type(value) in (int, float) and 0 < value <= 10,
+        default=None,
+    ),
 }
 
 # Fields of transformers, and penalties of other servers, that would change a text, with the values
@@ -98,8 +103,8 @@ class GenerationDefaults:
 
     Attributes:
         sampling: the sampling parameters; None if none apply.
-        not_applied: the fields that would change a text and are not applied, such as
-            repetition_penalty, with their values.
+        not_applied: the fields that would change a text and are not applied, such as num_beams,
+            with their values.
 
     Examples:
         >>> from specjax.models.generation_config import GenerationDefaults
@@ -116,9 +121,9 @@ class GenerationDefaults:
         Examples:
             >>> from specjax.models.generation_config import GenerationDefaults
             >>> GenerationDefaults(
-            ...     not_applied={"repetition_penalty": 1.05, "num_beams": 4}
+            ...     not_applied={"no_repeat_ngram_size": 2, "num_beams": 4}
             ... ).describe_not_applied()
-            'repetition_penalty 1.05, num_beams 4'
+            'no_repeat_ngram_size 2, num_beams 4'
         """
         return ", ".join(f"{name} {show(value)}" for name, value in self.not_applied.items())
 
@@ -157,7 +162,7 @@ def parse_defaults(raw: Fields, source: str = FILE) -> GenerationDefaults:
         >>> from specjax.models.generation_config import parse_defaults
         >>> qwen3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
         >>> parse_defaults(qwen3).sampling
-        Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.0)
+        Sampling(temperature=0.6, top_k=20, top_p=0.95)
         >>> parse_defaults({**qwen3, "do_sample": False}).sampling is None
         True
         >>> parse_defaults({**qwen3, "top_p": 2})
@@ -177,7 +182,7 @@ def parse_defaults(raw: Fields, source: str = FILE) -> GenerationDefaults:
     not_applied = {
         name: raw[name]
         for name, values in neutral.items()
-        if raw.get(name) is not None and raw[name] not in values
+        if raw.get(name) is not None and raw[name] not in values and name not in fields
     }
     if not is_sampled:
         return GenerationDefaults(None, not_applied)

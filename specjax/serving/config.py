@@ -49,6 +49,7 @@ class EngineConfig:
         max_prediction: the largest number of tokens that are copied from a prediction per step.
         default_sampling: the sampling of requests that state none; None: greedy.
         grammars: the compiler of requests' grammars; None: no request may have one.
+        penalties: whether requests may have penalties, biases and banned words.
     """
 
     target: Target
@@ -60,6 +61,7 @@ class EngineConfig:
     max_prediction: int
     default_sampling: Sampling | None
     grammars: GrammarCompiler | None = None
+    penalties: bool = False
 
     @classmethod
     def of(
@@ -80,6 +82,7 @@ class EngineConfig:
         max_prediction: int,
         clients: ClientDrafts | None,
         grammars: bool = False,
+        penalties: bool | None = None,
     ) -> "EngineConfig":
         """Check the arguments of `Engine`, and build its configuration.
 
@@ -105,6 +108,7 @@ class EngineConfig:
         chunk = chunk or usual_chunk(page, on_cpu=on_cpu)
         capacity = min(positions, USUAL_CAPACITY) if capacity is None else capacity
         groups = groups_of(target.mesh)
+        penalties = _penalties(target, default_sampling, penalties)
         if pages is not None and pages < 1:
             raise InputError(f"pages={pages}: must be at least 1")
         _check_sizes(rows, groups, page, chunk, capacity, positions, steps)
@@ -130,6 +134,7 @@ class EngineConfig:
             max_prediction,
             default_sampling,
             _grammar_compiler(target, tokenizer, generator) if grammars else None,
+            penalties,
         )
 
     def together(self) -> processes.Processes | None:
@@ -159,7 +164,9 @@ class EngineConfig:
                 has_grammars,
                 processes=together,
             )
-        return EngineDevice(self.target, self.drafters, self.sizes, self.clients, has_grammars)
+        return EngineDevice(
+            self.target, self.drafters, self.sizes, self.clients, has_grammars, self.penalties
+        )
 
     def placeholder_settings(self) -> dict[str, Any]:
         """Return the settings of a text without stop tokens, for the warm-up."""
@@ -228,6 +235,28 @@ def _grammar_compiler(
     if generator is not None:
         return generator.grammar_compiler
     return GrammarCompiler(tokenizer, target.config.vocab_size)
+
+
+def _penalties(target: Target, defaults: Sampling | None, stated: bool | None) -> bool:
+    """Return whether requests may have penalties; by default, if those of the checkpoint do.
+
+    Raises:
+        InputError: The checkpoint's own parameters have one and requests may have none, or the mesh
+            does not support them.
+    """
+    has_own = defaults is not None and defaults.has_penalties
+    if stated is False and has_own:
+        raise InputError(
+            f"penalties=False: the checkpoint's own parameters are {defaults}; give penalties=True,"
+            " or load it with generation_config=None"
+        )
+    penalties = has_own if stated is None else stated
+    if penalties and sharding.spans_processes(target.mesh):
+        advice = "load it with generation_config=None" if has_own else "give penalties=False"
+        raise InputError(
+            f"penalties: they are not supported on a mesh that spans processes; {advice}"
+        )
+    return penalties
 
 
 def _check_sizes(

@@ -52,7 +52,7 @@ class GrammarCounts:
 
 
 class ConstrainedCalls:
-    """What the engine's loop knows of rows with a grammar between two calls.
+    """The state of the engine's loop for rows with a grammar, between two calls.
 
     Attributes:
         kinds: the kinds of calls that are made: those that `ConstrainedChoice` chooses, or masked
@@ -77,7 +77,7 @@ class ConstrainedCalls:
         self, matchers: Mapping[Request, Matcher], give_up: Callable[[Request, Exception], None]
     ) -> dict[Request, Sequence[int]]:
         """Return the tokens that the host can draft for each request, at most `FORCED` of them."""
-        known: dict[Request, Sequence[int]] = {}
+        host_tokens: dict[Request, Sequence[int]] = {}
         for request, matcher in matchers.items():
             try:
                 matcher.begin_step()
@@ -85,17 +85,17 @@ class ConstrainedCalls:
                     pooled = self._pooled.setdefault(matcher.compiled, pooled_leaving())
                     self._leaving[request] = Leaving(pooled)
                 replay = self._replays.get(request)
-                known[request] = matcher.forced(FORCED) if replay is None else replay[:FORCED]
+                host_tokens[request] = matcher.forced(FORCED) if replay is None else replay[:FORCED]
             except Exception as error:  # only this text ends
                 give_up(request, error)
-        return known
+        return host_tokens
 
     def choose(
         self,
-        known: Mapping[Request, Sequence[int]],
+        host_tokens: Mapping[Request, Sequence[int]],
         rows: int,
         widths: tuple[int, int],
-        draft: int,
+        draft: int | None,
         most: int,
         *,
         copies: bool = False,
@@ -103,21 +103,22 @@ class ConstrainedCalls:
         """Return the call to make.
 
         Args:
-            known: the result of `known_tokens`.
+            host_tokens: the result of `known_tokens`.
             rows: the number of running rows.
             widths: the number of rows that a masked step computes, and that a free call computes.
-            draft: the index of the draft of a free call.
+            draft: the index of the draft of a free call; None: none may be made.
             most: the largest number of steps of a free call.
             copies: whether masked steps copy predictions.
         """
-        may_be_free = self.kinds != "masked" and not any(map(self._replays.__contains__, known))
+        may_be_free = draft is not None and self.kinds != "masked"
+        may_be_free = may_be_free and not any(map(self._replays.__contains__, host_tokens))
         if may_be_free and self.kinds == "free":
             return Call("free", most)
         return self._choice.choose(
             widths,
             rows,
-            forced=[len(tokens) for tokens in known.values()],
-            leaving=[self._leaving[request].rate for request in known],
+            forced=[len(tokens) for tokens in host_tokens.values()],
+            leaving=[self._leaving[request].rate for request in host_tokens],
             draft=draft if may_be_free else None,
             most=most,
             copies=copies,
@@ -128,7 +129,7 @@ class ConstrainedCalls:
     def begin_masked(
         self,
         index: int | None,
-        known: Mapping[Request, Sequence[int]],
+        host_tokens: Mapping[Request, Sequence[int]],
         snapshot: Mapping[int, tuple[Request, Handle]],
         table: np.ndarray,
         to_retire: np.ndarray,
@@ -140,7 +141,7 @@ class ConstrainedCalls:
 
         Args:
             index: the index of the drafter; None: the host drafts.
-            known: the tokens that the host can draft, by request.
+            host_tokens: the tokens that the host can draft, by request.
             snapshot: the request and the handle of each running row.
             table: ``[rows, n]`` the pages of all rows.
             to_retire: ``[rows]`` bool, rows without a text.
@@ -151,9 +152,9 @@ class ConstrainedCalls:
         matchers: list[Matcher | None] = [None] * width
         tokens: list[Sequence[int]] = [()] * width
         for row, (request, handle) in snapshot.items():
-            if not to_retire[row] and request in known:
+            if not to_retire[row] and request in host_tokens:
                 matchers[row] = handle.output_options.matcher
-                tokens[row] = known[request]
+                tokens[row] = host_tokens[request]
         if index is None:
             on_host = changed = forced_draft(tokens)
         else:
@@ -190,7 +191,7 @@ class ConstrainedCalls:
     def end_masked(
         self,
         call: Call,
-        known: Mapping[Request, Sequence[int]],
+        host_tokens: Mapping[Request, Sequence[int]],
         snapshot: Mapping[int, tuple[Request, Handle]],
         progress: Progress,
         width: int,
@@ -201,8 +202,8 @@ class ConstrainedCalls:
         for row, (request, _) in snapshot.items():
             emitted, replay = int(counts[row]), self._replays.get(request)
             if replay is None:
-                if call.kind == "host" and request in known:
-                    self.counts.forced_tokens += min(emitted, len(known[request]))
+                if call.kind == "host" and request in host_tokens:
+                    self.counts.forced_tokens += min(emitted, len(host_tokens[request]))
             elif progress.tokens[row, :emitted].tolist() == replay[:emitted]:
                 self._replays[request] = replay[emitted:]
             else:  # the token after the legal ones, or, at a near tie, another one
@@ -211,7 +212,7 @@ class ConstrainedCalls:
             emitted = int(sum(counts[row] for row in snapshot))
             self._choice.record_tokens(call.kind, len(snapshot), emitted)
         if seconds is not None:
-            longest = max(map(len, known.values()), default=0)
+            longest = max(map(len, host_tokens.values()), default=0)
             self._choice.record(call, width, longest, seconds)
 
     # --- free calls -------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class _Share:
 
 @dataclass
 class Leaving:
-    """How often the free tokens of one text are not legal.
+    """The measured share of one text's free tokens that are not legal.
 
     What free calls showed counts most. Before there was one, the drafted tokens of masked steps
     stand for free tokens, because a drafter writes much like its target.
@@ -72,7 +72,7 @@ class Leaving:
         >>> row.drafted(legal=False)
         >>> row.rate > 0.1
         True
-        >>> row.checked(legal=60, left=False)
+        >>> row.checked(legal=60, has_left=False)
         >>> row.rate < 0.02
         True
     """
@@ -91,10 +91,10 @@ class Leaving:
         self._drafted.add(not legal, 1)
         self.pooled.add(not legal, 1)
 
-    def checked(self, legal: int, left: bool) -> None:
-        """Record a free call that emitted ``legal`` legal tokens, and then ``left`` the grammar."""
-        self._free.add(left, legal + left)
-        self.pooled.add(left, legal + left)
+    def checked(self, legal: int, has_left: bool) -> None:
+        """Record a free call that emitted ``legal`` tokens and then left the grammar, or did not."""
+        self._free.add(has_left, legal + has_left)
+        self.pooled.add(has_left, legal + has_left)
 
 
 def pooled_leaving() -> _Share:
@@ -253,12 +253,12 @@ class ConstrainedChoice:
         """Return a free call, and its expected tokens and seconds, replay included."""
         emitted = steps * self._free.tokens_a_step(draft)
         stays = [(1 - rate) ** emitted for rate in leaving]
-        kept = sum(
+        kept_tokens = sum(
             emitted if rate <= 0 else (1 - stay) * (1 - rate) / rate
             for rate, stay in zip(leaving, stays, strict=True)
         )
         replays = 1 - math.prod(stays)
-        tokens = kept + emitted * (rows - len(leaving)) + replays * rows
+        tokens = kept_tokens + emitted * (rows - len(leaving)) + replays * rows
         seconds = self._host_seconds + steps * self._step(free_width, draft)
         return Call("free", steps), tokens, seconds + replays * self._of_host(width, round(emitted))
 

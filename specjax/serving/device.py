@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from specjax import sharding, wire
-from specjax.decoding import constrained_rows, remote_drafts
+from specjax.adjustments import Adjustments
+from specjax.decoding import adjusted_rows, constrained_rows, remote_drafts
 from specjax.decoding import rows as device_rows
 from specjax.decoding.constrained import FORCED, forced_draft, legal_tokens, reader
 from specjax.drafters import Drafter, NoDraft, WithPrediction
@@ -41,6 +42,15 @@ the prompt is cancelled.
 
 FEW_PENDING = 2 * FORCED
 """The pending tokens up to which catching up has a smaller program, in engines with grammars."""
+
+ADJUSTING = ("decode_adjusted", "propose_adjusted", "advance_adjusted")
+"""The kinds of programs for rows some of which have penalties or biases."""
+
+MAX_WORDS = 64
+"""The largest number of banned words of several tokens in a row."""
+
+MAX_WORD_TOKENS = 8
+"""The largest number of tokens of such a word."""
 
 MASKED, COPYING = ("propose", "advance"), ("propose_copies", "advance_copies")
 """The kinds of programs of masked steps, and of those that copy predictions."""
@@ -180,6 +190,9 @@ class EngineDevice:
         masked: the index of the drafter that drafts in masked steps; None: only forced text is
             drafted.
         copying: the index of the drafter that copies predictions; None: there is none.
+        adjustments: what rows have generated and what they ban, for penalties and biases; None: no
+            text may have any.
+        is_adjusting: whether the next call is for rows some of which have penalties or biases.
         depth: the depth of the deepest draft.
         state: the decode state; None after `release`.
     """
@@ -191,6 +204,7 @@ class EngineDevice:
         sizes: Sizes,
         clients: ClientDrafts | None = None,
         grammars: bool = False,
+        penalties: bool = False,
     ) -> None:
         """Make the state, with free rows. Only the programs for that are compiled.
 
@@ -245,6 +259,13 @@ class EngineDevice:
             **pools,
         )
         self._empty_prefix_state = device_rows.empty_prefix_state(target, drafters[0], **pools)
+        self.adjustments: Adjustments | None = None
+        if penalties:
+            self.adjustments = adjusted_rows.empty(
+                target, rows=sizes.rows, words=MAX_WORDS, word_tokens=MAX_WORD_TOKENS
+            )
+        self.is_adjusting = False
+        self._adjusted_rows: set[int] = set()
         # The decode state, the drafter's state and the draft between `propose` and `advance`.
         # ``state`` stays what it was, because another thread may lower programs for it at any time.
         self._between: tuple[Any, Any, Draft] | None = None
@@ -253,7 +274,7 @@ class EngineDevice:
 
     def release(self) -> None:
         """Free the caches, even if something still refers to this object."""
-        self.state = self._empty_prefix_state = None
+        self.state = self._empty_prefix_state = self.adjustments = None
         self._marks.clear()
 
     def widths_of(self, index: int) -> tuple[int, ...]:
@@ -398,8 +419,8 @@ class EngineDevice:
     ) -> device_rows.Progress:
         """Decode with the drafter of an ``index``, by `specjax.decoding.rows.decode_rows`."""
         limits = np.int32(steps), np.bool_(until_any_done)
-        self.state, progress = device_rows.decode_rows(
-            *self._with(index),
+        state, progress = device_rows.decode_rows(
+            *self._with(index, self.is_adjusting),
             table,
             free,
             *limits,
@@ -407,6 +428,7 @@ class EngineDevice:
             call_steps=self.sizes.steps,
             logprobs=self._top(logprobs),
         )
+        self._set_state(state)
         return sharding.everywhere(progress, self.target.mesh)
 
     def propose(self, index: int, table: np.ndarray, free: np.ndarray, width: int) -> Draft:
@@ -418,7 +440,7 @@ class EngineDevice:
             The draft, without q, for the host. `advance` must be the next call.
         """
         state, draft, drafted = constrained_rows.propose_rows(
-            *self._with(index), table, free, width=width
+            *self._with(index, self.is_adjusting), table, free, width=width
         )
         self._between = state, drafted, draft
         return sharding.everywhere(replace(draft, q=None), self.target.mesh)
@@ -444,13 +466,13 @@ class EngineDevice:
             width: the number of rows.
             logprobs: whether to report log-probabilities.
         """
-        state, drafted = self.state, None
+        state, drafted = self._adjusted_state(self.is_adjusting), None
         if self._between is not None:
             state, drafted, proposed = self._between
             draft = proposed if draft is None else self._with_tokens(proposed, draft)
         assert draft is not None
         self._between = None
-        self.state, progress, _ = constrained_rows.advance_rows(
+        state, progress, _ = constrained_rows.advance_rows(
             self.target,
             self._masked_drafter(index),
             state,
@@ -462,6 +484,7 @@ class EngineDevice:
             width=width,
             logprobs=self._top(logprobs),
         )
+        self._set_state(state)
         return sharding.everywhere(progress, self.target.mesh)
 
     def _with_tokens(self, draft: Draft, on_host: Draft) -> Draft:
@@ -470,6 +493,31 @@ class EngineDevice:
         if self.target.mesh is not None:  # `advance_rows` is compiled for arrays that are placed so
             tokens, valid = jax.device_put((tokens, valid), draft.tokens.sharding)
         return replace(draft, tokens=tokens, valid=valid)
+
+    def adjust(self, row: int, text: Adjustments | None) -> None:
+        """Set what a row has generated and what it bans; None: its text has no penalty or bias.
+
+        ``text`` is an `Adjustments` of one row, on the host.
+        """
+        if self.adjustments is None or (text is None and row not in self._adjusted_rows):
+            return
+        self._adjusted_rows -= {row}
+        if text is not None:
+            self._adjusted_rows.add(row)
+        text = adjusted_rows.neutral(self.adjustments) if text is None else text
+        self.adjustments = adjusted_rows.put(self.adjustments, np.int32(row), text)
+
+    def _adjusted_state(self, is_adjusted: bool) -> Any:
+        """Return the state, for a call with adjustments or one without."""
+        if not is_adjusted:
+            return self.state
+        return adjusted_rows.with_adjustments(self.state, self.adjustments)
+
+    def _set_state(self, state: Any) -> None:
+        """Store the state after a call, and its adjustments if it has any."""
+        if state.sampling.adjustments is not None:
+            self.adjustments = state.sampling.adjustments
+        self.state = adjusted_rows.with_adjustments(state, None)
 
     def _masked_drafter(self, index: int | None) -> Drafter:
         """Return the drafter of a masked step; None: the reader of a draft from the host.
@@ -500,6 +548,11 @@ class EngineDevice:
     def rearrange(self, order: np.ndarray) -> None:
         """Reorder the rows, by `specjax.decoding.rows.rearrange`."""
         self.state = device_rows.rearrange(self.state, order)
+        if self.adjustments is not None and self._adjusted_rows:
+            self.adjustments = adjusted_rows.rearrange(self.adjustments, order)
+            self._adjusted_rows = {
+                new for new, old in enumerate(order.tolist()) if old in self._adjusted_rows
+            }
 
     # --- before the first request ----------------------------------------------------------------
 
@@ -638,6 +691,8 @@ class EngineDevice:
             if self.paused is not None:
                 lower = self._lower_catch_up(table, FEW_PENDING)
                 listed.append(EngineProgram("catch_up", (FEW_PENDING,), 4, lower))
+        if self.adjustments is not None:
+            listed += self._adjusting_programs(table)
         if self.remote_drafter is not None:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
         if self.clients is not None:
@@ -652,15 +707,66 @@ class EngineDevice:
             ]
         return listed
 
-    def _masked_programs(self, table: np.ndarray, width: int) -> list[EngineProgram]:
+    def _adjusting_programs(self, table: np.ndarray) -> list[EngineProgram]:
+        """Return the programs for rows some of which have penalties or biases."""
+        kind, adjustments = ADJUSTING[0], self.adjustments
+        assert adjustments is not None
+        listed = [
+            EngineProgram(
+                kind,
+                (width, self.adjusting, False),
+                5,
+                partial(self._lower_decode, table, self.adjusting, width, False, True),
+            )
+            for width in self.masked_widths
+        ]
+        if self.sizes.max_logprobs:
+            rows = self.sizes.rows
+            lower = partial(self._lower_decode, table, self.reporting, rows, True, True)
+            listed.append(EngineProgram(kind, (rows, self.reporting, True), 5, lower))
+        if self.grammars:
+            for width in self.masked_widths:
+                listed += self._masked_programs(table, width, is_adjusted=True)
+        order = np.arange(self.sizes.rows, dtype=np.int32)
+        neutral = adjusted_rows.neutral(adjustments)
+        return [
+            *listed,
+            EngineProgram(
+                "adjust",
+                (),
+                5,
+                lambda: adjusted_rows.put.lower(self.adjustments, np.int32(0), neutral),
+            ),
+            EngineProgram(
+                "rearrange_adjusted",
+                (),
+                5,
+                lambda: adjusted_rows.rearrange.lower(self.adjustments, order),
+            ),
+        ]
+
+    @property
+    def adjusting(self) -> int:
+        """The index of the drafter that drafts beside penalties: that of masked steps, if any."""
+        return self.plain if self.masked is None else self.masked
+
+    def _masked_programs(
+        self, table: np.ndarray, width: int, is_adjusted: bool = False
+    ) -> list[EngineProgram]:
         """Return the programs of masked steps for a number of rows."""
         free, words = self._none(), mask_words(self.target.config.vocab_size)
 
         def lower_propose(index: int) -> Any:
-            return constrained_rows.propose_rows.lower(*self._with(index), table, free, width=width)
+            return constrained_rows.propose_rows.lower(
+                *self._with(index, is_adjusted), table, free, width=width
+            )
 
         def lower_advance(index: int | None, logprobs: bool) -> Any:
-            state, draft, drafted = self.state, forced_draft([()] * width), None
+            state, draft, drafted = (
+                self._adjusted_state(is_adjusted),
+                forced_draft([()] * width),
+                None,
+            )
             if index is not None:
                 state, draft, drafted = _shapes_of_results(
                     lower_propose(index), has_mesh=self.target.mesh is not None
@@ -685,11 +791,12 @@ class EngineDevice:
 
         # Requests with log-probabilities decode with all rows, and without copies.
         reports = [False, True] if self.sizes.max_logprobs and width == self.sizes.rows else [False]
-        listed = [advance("advance", None, logprobs, 4) for logprobs in reports]
-        for index, propose, verify, stage in (
-            (self.masked, "propose", "advance", 4),
-            (self.copying, *COPYING, 6),
-        ):
+        kinds, stage = (ADJUSTING[1:], 5) if is_adjusted else (MASKED, 4)
+        listed = [advance(kinds[1], None, logprobs, stage) for logprobs in reports]
+        ways: list[tuple[int | None, str, str, int]] = [(self.masked, *kinds, stage)]
+        if not is_adjusted:  # rows with predictions draft like the others beside penalties
+            ways.append((self.copying, *COPYING, 6))
+        for index, propose, verify, stage in ways:
             if index is None:
                 continue
             listed += [
@@ -736,10 +843,17 @@ class EngineDevice:
             self.target, self.paused, self.state, table, width=self.sizes.rows, most=most
         )
 
-    def _lower_decode(self, table: np.ndarray, index: int, width: int, logprobs: bool) -> Any:
+    def _lower_decode(
+        self,
+        table: np.ndarray,
+        index: int,
+        width: int,
+        logprobs: bool,
+        is_adjusted: bool = False,
+    ) -> Any:
         arguments = table, self._none(), np.int32(1), np.bool_(False)
         return device_rows.decode_rows.lower(
-            *self._with(index),
+            *self._with(index, is_adjusted),
             *arguments,
             width=width,
             call_steps=self.sizes.steps,
@@ -751,8 +865,8 @@ class EngineDevice:
         """The target, the first drafter, whose state all drafters share, and the state."""
         return self._with(0)
 
-    def _with(self, index: int) -> tuple[Target, Drafter, Any]:
-        return self.target, self.drafters[index], self.state
+    def _with(self, index: int, is_adjusted: bool = False) -> tuple[Target, Drafter, Any]:
+        return self.target, self.drafters[index], self._adjusted_state(is_adjusted)
 
     def _top(self, logprobs: bool) -> int | None:
         return self.sizes.max_logprobs if logprobs else None

@@ -24,16 +24,18 @@ from specjax.errors import InputError, check_options
 from specjax.grammars import CompiledGrammar, Grammar, Matcher
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
+from specjax.sampling import PENALTIES
 from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
 from specjax.serving.clients import ClientRow, Listener
 from specjax.serving.config import EngineConfig
-from specjax.serving.device import ClientDrafts
+from specjax.serving.device import MAX_WORD_TOKENS, MAX_WORDS, ClientDrafts
 from specjax.serving.engine_loop import EngineLoop
 from specjax.serving.handle import Handle, OutputOptions
 from specjax.serving.scheduler import Scheduler
 from specjax.serving.statistics import EngineStatistics
 from specjax.templates import Settings
+from specjax.token_biases import TokenBiases
 
 
 class Engine:
@@ -76,6 +78,7 @@ class Engine:
         max_prediction: int = 0,
         clients: ClientDrafts | None = None,
         grammars: bool = False,
+        penalties: bool | None = None,
         client_rows: int | None = None,
         client_idle_seconds: float = 1.0,
         warm: bool = True,
@@ -114,6 +117,9 @@ class Engine:
                 clients.
             grammars: whether requests may have grammars. Then a few more programs are compiled,
                 and the engine needs a tokenizer.
+            penalties: whether requests may have penalties, biases and banned words. Then a few more
+                programs are compiled, and every row takes eight bytes for each token of the
+                vocabulary. None: only if the checkpoint's own parameters have a penalty.
             client_rows: the largest number of rows for the clients of one owner; None: half of
                 ``rows``, at least 1.
             client_idle_seconds: seconds without a draft after which a client's row may be given to
@@ -143,6 +149,7 @@ class Engine:
             max_prediction=max_prediction,
             clients=clients,
             grammars=grammars,
+            penalties=penalties,
         )
         client_rows = max(1, rows // 2) if client_rows is None else client_rows
         if not 1 <= client_rows <= rows:
@@ -270,6 +277,7 @@ class Engine:
             spans=spans,
             prediction=len(predicted_tokens),
             matcher=matcher,
+            biases=self._biases(params),
         )
         return self._loop.submit(
             tokens, params.max_new_tokens, settings, growing, options, cache_salt=cache_salt
@@ -324,6 +332,10 @@ class Engine:
         tokens = self.encode(tokens)
         length = len(tokens) if prompt_length is None else prompt_length
         params = SamplingParams.of(params, stated, function=self.open_row)
+        if params.has_adjustments:
+            raise InputError(
+                f"{_first_adjustment(params)}: not supported for clients that draft; leave it out"
+            )
         settings, matcher = self._config.settings(params, length), None
         if params.grammar is not None:
             matcher = self._matcher(params.grammar, settings, tokens[length:])
@@ -332,6 +344,11 @@ class Engine:
             return self._loop.clients.open(
                 tokens, length, params.max_new_tokens, known, settings, listener, owner, matcher
             )
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if requests may have penalties, biases and banned words."""
+        return self._config.penalties
 
     @property
     def has_grammars(self) -> bool:
@@ -474,6 +491,34 @@ class Engine:
             )
         return matcher
 
+    def _biases(self, params: SamplingParams) -> TokenBiases | None:
+        """Return the biases of a request, checked; None if it has neither these nor penalties.
+
+        Raises:
+            InputError: this engine has no penalties, a token does not exist, or there are too many
+                banned words.
+        """
+        if not params.has_adjustments:
+            return None
+        if not self._config.penalties:
+            name = _first_adjustment(params)
+            raise InputError(f"{name}: this engine has no penalties; give Engine(penalties=True)")
+        biases = params.biases
+        if self.tokenizer is not None:
+            biases = biases.encoded(self.tokenizer)
+        biases.bias(self.target.config.vocab_size)
+        words = biases.words
+        if len(words) > MAX_WORDS:
+            raise InputError(
+                f"bad_words: {len(words)} words of several tokens; give at most {MAX_WORDS}"
+            )
+        longest = max(map(len, words), default=0)
+        if longest > MAX_WORD_TOKENS:
+            raise InputError(
+                f"bad_words: a word has {longest} tokens; give words of at most {MAX_WORD_TOKENS}"
+            )
+        return biases
+
     def _check_output_options(
         self, params: SamplingParams, logprobs: int | None, echo: bool, spans: bool
     ) -> None:
@@ -549,3 +594,10 @@ def _is_tokens(prompt: Any) -> bool:
     return not isinstance(prompt, str) and all(
         isinstance(token, int | np.integer) for token in prompt
     )
+
+
+def _first_adjustment(params: SamplingParams) -> str:
+    """Return the name of a penalty, bias or ban that a request has."""
+    neutral = SamplingParams()
+    names = (*PENALTIES, "logit_bias", "allowed_token_ids", "bad_words")
+    return next(name for name in names if getattr(params, name) != getattr(neutral, name))

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from specjax import processes, text
+from specjax.adjustments import Adjustments
 from specjax.decoding import rows as device_rows
 from specjax.decoding.constrained import FORCED
 from specjax.decoding.stats import Stats
@@ -30,7 +31,16 @@ from specjax.serving.clients import ClientRow, Clients
 from specjax.serving.config import EngineConfig
 from specjax.serving.constrained_calls import ConstrainedCalls
 from specjax.serving.constrained_choice import Call
-from specjax.serving.device import COPYING, FEW_PENDING, MASKED, EngineDevice, is_paused
+from specjax.serving.device import (
+    ADJUSTING,
+    COPYING,
+    FEW_PENDING,
+    MASKED,
+    MAX_WORD_TOKENS,
+    MAX_WORDS,
+    EngineDevice,
+    is_paused,
+)
 from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
@@ -135,6 +145,7 @@ class EngineLoop:
         """
         needs = None if options.logprobs is None else "logprobs"
         needs = needs if options.matcher is None else "grammars"
+        needs = needs if options.biases is None else "penalties"
         # The log-probabilities of a prompt need every token's logits, so no prefix is shared.
         shares = 0 if options.echo else None
         with self.wake:
@@ -302,6 +313,9 @@ class EngineLoop:
             needs.append("logprobs")
         if not self.programs.are_ready(*MASKED, "copy_rows", "restore_rows"):
             needs.append("grammars")
+        # Requests with penalties may have a grammar or log-probabilities, too.
+        if not self.programs.are_ready("read", "decode", "adjust", *MASKED, *ADJUSTING):
+            needs.append("penalties")
         are_ready = [is_ready("verify", width) for width in sizes.widths]
         if self.device.remote_drafter is not None:
             are_ready += [is_ready("read", size, False, True) for size in sizes.read_widths]
@@ -353,12 +367,13 @@ class EngineLoop:
                 break
             has_prefilled = True
             chunks = [chunk for chunk, _, _ in chosen]
-            for chunk, _, row_text in chosen:
+            for chunk, recipient, row_text in chosen:
                 if row_text is not None:
                     self._admitted[chunk.row] = chunk.request
                     for values in vars(self._device_stats).values():
                         values[chunk.row] = 0
                     self.device.admit(chunk.row, row_text, chunk.start, chunk.prefix_state)
+                    self.device.adjust(chunk.row, self._adjustments(chunk.request, recipient))
             echoed = [
                 (recipient, chunk)
                 for chunk, recipient, _ in chosen
@@ -417,6 +432,24 @@ class EngineLoop:
         if isinstance(recipient, Handle):
             recipient.admitted()
         return row_text
+
+    def _adjustments(self, request: Request, recipient: Handle | ClientRow) -> Adjustments | None:
+        """Return what a text has generated and what it bans, for its new row on the device.
+
+        None: it has no penalty, bias or ban. What was generated before a preemption stays so.
+        """
+        if isinstance(recipient, ClientRow) or recipient.output_options.biases is None:
+            return None
+        biases = recipient.output_options.biases
+        size = self.device.target.config.vocab_size
+        return Adjustments.of_texts(
+            [request.tokens],
+            [recipient.prompt_tokens],
+            size,
+            biases.bias(size)[None],
+            [biases.words],
+            (MAX_WORDS, MAX_WORD_TOKENS),
+        )
 
     def _chunk_queued(
         self, chunk: PrefillChunk, prefix_state: Any, features: dict[str, jax.Array]
@@ -499,7 +532,7 @@ class EngineLoop:
         with self.wake:
             self._give_up_orphans()
             matchers = self._running_matchers()
-        known = self._known_tokens(matchers) if matchers else {}
+        host_tokens = self._known_tokens(matchers) if matchers else {}
         with self.wake:
             if not scheduler.running:
                 return False
@@ -510,10 +543,19 @@ class EngineLoop:
             is_short = bool(scheduler.reading) or self.clients.are_drafting
             steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
             matchers, call = self._running_matchers(), None
+            is_adjusting = any(
+                self.handles[request].output_options.biases is not None
+                for row in scheduler.running
+                if (request := scheduler.request_of(row))
+            )
             if matchers:
-                known = {request: known[request] for request in matchers}
-                call, width, index, logprobs = self._choose_constrained(known, steps)
+                host_tokens = {request: host_tokens[request] for request in matchers}
+                call, width, index, logprobs = self._choose_constrained(
+                    host_tokens, steps, is_adjusting=is_adjusting
+                )
                 steps = call.steps
+            elif is_adjusting:
+                width, index, logprobs = self._choose_adjusting()
             else:
                 width, index, logprobs = self._choose()
             self._draft = str(self.choice.drafts[index] or "none")
@@ -542,8 +584,9 @@ class EngineLoop:
             table, until_any_done = scheduler.table.copy(), scheduler.waiting > 0
         if order is not None:
             self.device.rearrange(order)
+        self.device.is_adjusting = is_adjusting
         pauses = is_paused(drafter)
-        added = 1 + _longest(known) if is_masked else steps
+        added = 1 + _longest(host_tokens) if is_masked else steps
         # Time the decode call alone, without the chunks that the device is still prefilling.
         if self.device.is_busy():
             self._deliver()
@@ -557,7 +600,7 @@ class EngineLoop:
         if is_masked:
             assert call is not None
             progress = self._step_masked(
-                call, index, known, table, to_retire, width, snapshot, logprobs
+                call, index, host_tokens, table, to_retire, width, snapshot, logprobs
             )
             return self._record_call(progress, snapshot)
         before = None if call is None else self.device.copy_rows()
@@ -597,13 +640,16 @@ class EngineLoop:
         if pauses and nothing_compiles:  # plain decoding makes tokens pending: see `_catch_up`
             seconds, self._uncharged = seconds + self._uncharged, 0.0
         # Calls with log-probabilities run another program, whose time must not count for the draft.
-        seconds = None if logprobs or not nothing_compiles else seconds
+        is_measured = nothing_compiles and not (logprobs or self.device.is_adjusting)
+        seconds = seconds if is_measured else None
         has_left = None
         if before is not None:
             give_up = self._give_up_row(snapshot)
             has_left = self._constrained.check(progress, snapshot, before, give_up)
+        # Rows with penalties draft worse: they say nothing about the draft of others.
+        measured = None if self.device.is_adjusting else (width, index)
         return self._record_call(
-            progress, snapshot, (width, index), seconds, has_left, is_upper_bound=is_upper_bound
+            progress, snapshot, measured, seconds, has_left, is_upper_bound=is_upper_bound
         )
 
     def _running_matchers(self) -> dict[Request, Matcher]:
@@ -623,14 +669,25 @@ class EngineLoop:
 
         return self._constrained.known_tokens(matchers, give_up)
 
+    def _choose_adjusting(self) -> tuple[int, int, bool]:
+        """Return what `_choose` does, if some row has a penalty or bias and none a grammar."""
+        running = self.scheduler.running
+        requests = filter(None, map(self.scheduler.request_of, running))
+        if any(self.handles[it].output_options.logprobs is not None for it in requests):
+            return self.sizes.rows, self.device.reporting, True
+        width = next(width for width in self.device.masked_widths if width >= len(running))
+        return width, self.device.adjusting, False
+
     def _choose_constrained(
-        self, known: Mapping[Request, Sequence[int]], steps: int
+        self, host_tokens: Mapping[Request, Sequence[int]], steps: int, *, is_adjusting: bool
     ) -> tuple[Call, int, int, bool]:
         """Return the call to make if some row has a grammar, and what `_choose` returns.
 
         Args:
-            known: the tokens that the host can draft, of each running request with a grammar.
+            host_tokens: the tokens that the host can draft, of each running request with a grammar.
             steps: the largest number of steps of a free call.
+            is_adjusting: whether some row has a penalty or bias. Then no free call is made, and
+                no prediction is copied.
         """
         running, device = self.scheduler.running, self.device
         requests = filter(None, map(self.scheduler.request_of, running))
@@ -642,9 +699,14 @@ class EngineLoop:
             width, free_width, draft = self.sizes.rows, self.sizes.rows, device.reporting
         # Some row has a prediction, and no row needs log-probabilities, which copies do not have.
         copies = any(it.prediction for it in options) and self.programs.are_ready(*COPYING)
-        copies = copies and device.copying is not None and not logprobs
+        copies = copies and device.copying is not None and not logprobs and not is_adjusting
         call = self._constrained.choose(
-            known, len(running), (width, free_width), draft, steps, copies=copies
+            host_tokens,
+            len(running),
+            (width, free_width),
+            None if is_adjusting else draft,
+            steps,
+            copies=copies,
         )
         if call.kind == "free":
             return call, *self._choose()
@@ -664,7 +726,7 @@ class EngineLoop:
         self,
         call: Call,
         index: int,
-        known: Mapping[Request, Sequence[int]],
+        host_tokens: Mapping[Request, Sequence[int]],
         table: np.ndarray,
         to_retire: np.ndarray,
         width: int,
@@ -676,7 +738,7 @@ class EngineLoop:
         started = time.perf_counter()
         drafting, give_up = None if call.kind == "host" else index, self._give_up_row(snapshot)
         progress = self._constrained.begin_masked(
-            drafting, known, snapshot, table, to_retire, width, logprobs, give_up
+            drafting, host_tokens, snapshot, table, to_retire, width, logprobs, give_up
         )
         self._deliver()  # the texts of the previous call, while the device works on this one
         progress = jax.device_get(progress)
@@ -684,7 +746,7 @@ class EngineLoop:
         if call.kind == "host" and nothing_compiles:
             seconds, self._uncharged = seconds + self._uncharged, 0.0
         self._constrained.end_masked(
-            call, known, snapshot, progress, width, seconds if nothing_compiles else None
+            call, host_tokens, snapshot, progress, width, seconds if nothing_compiles else None
         )
         return progress
 
@@ -937,9 +999,9 @@ class EngineLoop:
                     self.handles.pop(handle.request, None)
 
 
-def _longest(known: Mapping[Request, Sequence[int]]) -> int:
+def _longest(host_tokens: Mapping[Request, Sequence[int]]) -> int:
     """Return the number of tokens of the longest draft that the host can make."""
-    return max(map(len, known.values()), default=0)
+    return max(map(len, host_tokens.values()), default=0)
 
 
 def _check_logprobs(chunk: PrefillChunk, chosen: np.ndarray) -> None:

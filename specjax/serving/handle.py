@@ -19,6 +19,7 @@ from specjax.grammars import Matcher
 from specjax.pipeline import Generation
 from specjax.serving.scheduler import Request
 from specjax.text import GrowingText
+from specjax.token_biases import TokenBiases
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """Why a text ended: a stop token or stop string, its limit, `Handle.cancel`, or an error."""
@@ -99,6 +100,8 @@ class OutputOptions:
         prediction: the number of tokens of the request's prediction.
         matcher: the position of the text in its grammar; None without one. The engine's thread
             owns it.
+        biases: the biases, allowed tokens and banned words of a text that has these or penalties;
+            None: it has neither.
     """
 
     logprobs: int | None = None
@@ -106,6 +109,7 @@ class OutputOptions:
     spans: bool = False
     prediction: int = 0
     matcher: Matcher | None = None
+    biases: TokenBiases | None = None
 
 
 @dataclass(frozen=True)

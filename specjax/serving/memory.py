@@ -122,6 +122,7 @@ def pages_in(
     chunk: int | None = None,
     capacity: int | None = None,
     grammars: bool = False,
+    penalties: bool = False,
 ) -> int:
     """Return the number of pages that fit into memory, beside the rows and the prefix states.
 
@@ -136,6 +137,7 @@ def pages_in(
         chunk: tokens per chunk of prefill; None: the default of `Engine`.
         capacity: the maximal length of a text in tokens; None: the default of `Engine`.
         grammars: whether texts may have grammars. Then there may be two copies of the rows.
+        penalties: whether texts may have penalties and biases, which are stored for each row.
 
     Raises:
         InputError: A text of ``capacity`` tokens does not fit. The message names the memory needed.
@@ -151,7 +153,7 @@ def pages_in(
         decoding.most_positions(target, drafter or NoDraft()), USUAL_CAPACITY
     )
     sizes, least = (
-        _Sizes.of(target, drafter, rows, page, chunk, capacity, grammars),
+        _Sizes.of(target, drafter, rows, page, chunk, capacity, grammars, penalties),
         -(-capacity // page),
     )
     pages = sizes.pages_in(gigabytes * 1e9)
@@ -175,6 +177,7 @@ def capacity_in(
     page: int,
     chunk: int | None = None,
     grammars: bool = False,
+    penalties: bool = False,
 ) -> int:
     """Return the longest text in tokens that fits into memory.
 
@@ -188,6 +191,7 @@ def capacity_in(
         page: tokens per page.
         chunk: tokens per chunk of prefill; None: the default of `Engine`.
         grammars: whether texts may have grammars. Then there may be two copies of the rows.
+        penalties: whether texts may have penalties and biases, which are stored for each row.
 
     Examples:
         >>> from specjax.serving.memory import capacity_in, page_bytes, row_bytes
@@ -204,9 +208,9 @@ def capacity_in(
     # The memory of the rows depends on the capacity, so it cannot be computed directly.
     def holds(capacity: int) -> bool:
         return (
-            _Sizes.of(target, drafter, rows, page, chunk, capacity, grammars, of_pages).pages_in(
-                memory
-            )
+            _Sizes.of(
+                target, drafter, rows, page, chunk, capacity, grammars, penalties, of_pages
+            ).pages_in(memory)
             * page
             >= capacity
         )
@@ -287,16 +291,19 @@ class _Sizes:
         chunk: int | None,
         capacity: int,
         grammars: bool,
+        penalties: bool,
         of_pages: tuple[int, int] | None = None,
     ) -> "_Sizes":
         """Return the sizes for texts of ``capacity`` tokens.
 
         ``of_pages`` is the result of `_of_pages`, if the caller has it already. With ``grammars``
-        the rows are copied before a call without masks.
+        the rows are copied before a call without masks. With ``penalties`` each row has two
+        numbers of four bytes for each token of the vocabulary.
         """
         chunk = chunk or usual_chunk(page, on_cpu=is_on_cpu(target.mesh))
         of_page, in_target = of_pages or _of_pages(target, drafter, page)
         of_rows = (2 if grammars else 1) * rows * row_bytes(target, drafter, page, capacity)
+        of_rows += rows * 8 * target.config.vocab_size if penalties else 0
         # The limit of `prefix_states_kept` is a number per row or a share of the pages, whichever
         # is more.
         groups = groups_of(target.mesh)

@@ -70,7 +70,7 @@ def test_answers_of_a_data_set_are_those_of_generate(tiny_pair, tmp_path, capsys
     options = ["--json-schema", str(schema), "--temperature", "0", "--output", str(output)]
     command = of_texts(tiny_pair[0], source, *options)
     assert main(command) == 0
-    written = output.read_text()
+    output_text = output.read_text()
     generate = specjax.load(tiny_pair[0])
     grammar = generate.grammar_compiler.compile(specjax.JsonSchema(SCHEMA))
     for text, record in zip(texts, records(output), strict=True):
@@ -81,10 +81,10 @@ def test_answers_of_a_data_set_are_those_of_generate(tiny_pair, tmp_path, capsys
         tokens = result.tokens[0, : result.lengths[0]].tolist()
         assert record["tokens"] == tokens
         assert int(generate.tokenizer.decode(tokens[4:], skip_special_tokens=True)) >= 1000
-    output.write_text(written.splitlines(keepends=True)[0])
+    output.write_text(output_text.splitlines(keepends=True)[0])
     schema.write_text(json.dumps(SCHEMA | {"maximum": 9999}))
     assert main(command) == 2
     assert re.search(r"json_schema=.*its content differs", capsys.readouterr().err)
     schema.write_text(json.dumps(SCHEMA))
     assert main(command) == 0
-    assert output.read_text() == written
+    assert output.read_text() == output_text

@@ -52,8 +52,8 @@ def engine(**options: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Engine]:
-    with engine() as made:
-        yield made
+    with engine() as running_engine:
+        yield running_engine
 
 
 def expected(grammar: Grammar, setting: dict[str, Any], seed: int) -> list[int]:
@@ -200,9 +200,9 @@ def test_a_grammar_stays_what_it_is_over_the_wire_and_in_a_journal(tmp_path) -> 
         assert Grammar.of_source(message.grammar).source == grammar.source
         journal.keep(Exchange(request, [7]))
         assert journal.open(request).tokens == [5, 6, 7]
-        other = replace(request, params=SamplingParams(grammar=specjax.Regex("x")))
+        another_grammar = replace(request, params=SamplingParams(grammar=specjax.Regex("x")))
         with pytest.raises(InputError, match="another prompt or other settings"):
-            journal.open(other)
+            journal.open(another_grammar)
     # Without a grammar a frame is what it was before there were grammars.
     assert b"grammar" not in Exchange(ExchangeRequest((5, 6))).hello()
     check_params(SamplingParams(grammar=specjax.Regex("x")))

@@ -63,7 +63,10 @@ def _nested(rng: Random, inner: Any, depth: int) -> str:
 
 def _exponential(rng: Random) -> Any:
     """Return a schema whose branches multiply: unions in intersections, or in unions."""
-    keyword, other = rng.choice(["anyOf", "oneOf"]), rng.choice(["anyOf", "oneOf", "allOf"])
+    keyword, another_schema = (
+        rng.choice(["anyOf", "oneOf"]),
+        rng.choice(["anyOf", "oneOf", "allOf"]),
+    )
     count, width = _size(rng, 24), rng.randint(2, 4)
 
     def union(index: int) -> Any:
@@ -79,7 +82,7 @@ def _exponential(rng: Random) -> Any:
         return {"allOf": [union(index) for index in range(count)]}
     schema = union(0)
     for index in range(1, count):
-        schema = {other: [schema, union(index)]}
+        schema = {another_schema: [schema, union(index)]}
     return schema
 
 
@@ -361,11 +364,13 @@ def _many_rules(rng: Random) -> str:
 
 def _terminals(rng: Random) -> str:
     """Return a Lark grammar with operations on terminals: "and", "not", JSON inside."""
-    pattern, other = (_pattern(rng).replace("/", "").replace("\n", r"\n") for _ in range(2))
+    pattern, another_terminal = (
+        _pattern(rng).replace("/", "").replace("\n", r"\n") for _ in range(2)
+    )
     options = [
-        f"start: A\nA: /{pattern}/ & /{other}/",
+        f"start: A\nA: /{pattern}/ & /{another_terminal}/",
         f"start: A\nA: ~/{pattern}/",
-        f"start: A\nA: ~/{pattern}/ & ~/{other}/ & /.{{0,{_size(rng, 2000)}}}/",
+        f"start: A\nA: ~/{pattern}/ & ~/{another_terminal}/ & /.{{0,{_size(rng, 2000)}}}/",
         'start: %json {"x-guidance": {"lenient": true}, "not": {}}',
         'start: %json {"x\\u002dguidance": {"lenient": true}, "not": {}}',
         "start: %json " + json.dumps(_products(rng)),

@@ -88,9 +88,9 @@ def _watched(checker: GrammarChecker, checks: Checks) -> Iterator[None]:
     def watch() -> None:
         while not is_over.wait(0.01):
             total = 0
-            for each in process.children():
+            for child in process.children():
                 try:
-                    memory = each.memory_info()
+                    memory = child.memory_info()
                 except psutil.Error:
                     continue
                 total += memory.rss - base  # what it has copied or added

@@ -46,8 +46,8 @@ def compiler() -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def bounded(compiler):
-    with GrammarChecker(compiler, LIMITS) as made:
-        yield made
+    with GrammarChecker(compiler, LIMITS) as checker:
+        yield checker
 
 
 def reason(checker: GrammarChecker, grammar: specjax.grammars.Grammar) -> str:
@@ -67,8 +67,8 @@ def workers(checker: GrammarChecker) -> list[psutil.Process]:
 def wait_for_worker(checker: GrammarChecker) -> psutil.Process:
     """Return the process of a grammar that takes long, once it is there."""
     for _ in range(3000):
-        if found := workers(checker):
-            return found[0]
+        if process_ids := workers(checker):
+            return process_ids[0]
         time.sleep(0.01)
     raise AssertionError("no grammar is compiled")
 
@@ -140,26 +140,26 @@ def test_another_grammar_does_not_wait_for_a_slow_one(compiler) -> None:
 
 def test_too_many_grammars_are_refused(compiler, monkeypatch) -> None:
     monkeypatch.setattr(checker, "MAX_WAITING", 1)
-    with GrammarChecker(compiler, GrammarLimits(seconds=30)) as made:
+    with GrammarChecker(compiler, GrammarLimits(seconds=30)) as full_checker:
         endless = [products(9973, prime) for prime in (10007, 10009, 10037)]
 
         def check(grammar: specjax.JsonSchema) -> None:
             with pytest.raises((InputError, CheckerBusyError)):
-                made.check(grammar)
+                full_checker.check(grammar)
 
         threads = [threading.Thread(target=check, args=(grammar,)) for grammar in endless]
         for thread in threads:
             thread.start()
-        while len(made._running) < 3:
+        while len(full_checker._running) < 3:
             time.sleep(0.01)
         with pytest.raises(CheckerBusyError, match="3 grammars are being checked"):
-            made.check(specjax.Regex("ab"))
-        made.close()
+            full_checker.check(specjax.Regex("ab"))
+        full_checker.close()
         for thread in threads:
             thread.join(20)
             assert not thread.is_alive()
         with pytest.raises(CheckerBusyError, match="closing"):
-            made.check(specjax.Regex("abc"))
+            full_checker.check(specjax.Regex("abc"))
 
 
 def test_the_process_may_be_killed_in_the_middle_of_a_check(compiler) -> None:

@@ -105,8 +105,8 @@ def test_a_row_that_ends_by_a_limit_ends_alone() -> None:
         with pytest.raises(EngineError, match="this text failed: grammar: the text cannot go on"):
             bounded.result(timeout=300)
         assert free.result(timeout=300).tokens == alone
-        other = engine.submit("x = ", max_new_tokens=8, grammar=specjax.Choice(["yes", "no"]))
-        assert other.result(timeout=300).text in ("yes", "no")
+        free_text = engine.submit("x = ", max_new_tokens=8, grammar=specjax.Choice(["yes", "no"]))
+        assert free_text.result(timeout=300).text in ("yes", "no")
 
 
 @pytest.mark.full

@@ -128,7 +128,6 @@ def test_a_damaged_file_gives_settings_that_can_be_drawn_with_or_is_refused_in_a
 
 
 CHANGES = {
-    "repetition_penalty": 1.05,
     "presence_penalty": 1.5,
     "frequency_penalty": 0.1,
     "no_repeat_ngram_size": 3,
@@ -157,6 +156,15 @@ def test_a_field_that_would_change_the_text_is_named(name, value) -> None:
         assert defaults.not_applied == expected
         assert defaults.describe_not_applied() == (f"{name} {value!r}" if expected else "")
     assert not parse_defaults({"do_sample": True, name: None}).not_applied
+
+
+def test_a_repetition_penalty_applies_where_tokens_are_drawn() -> None:
+    sampled = parse_defaults({"do_sample": True, "repetition_penalty": 1.05})
+    assert sampled.sampling == Sampling(1.0, repetition_penalty=1.05)
+    assert not sampled.not_applied
+    greedy = parse_defaults({"do_sample": False, "repetition_penalty": 1.05})
+    assert greedy.sampling is None
+    assert greedy.not_applied == {"repetition_penalty": 1.05}
 
 
 def test_values_that_change_nothing_are_not_named() -> None:

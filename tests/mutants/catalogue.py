@@ -162,8 +162,8 @@ CATALOGUE = (
     Mutant(
         name="one-key-for-all-depths",
         file="specjax/decoding/verification.py",
-        old="return *rule(draft, node, p, _fold_in(keys, depth)), good",
-        new="return *rule(draft, node, p, keys), good",
+        old="return *rule(draft, path[:, depth], p, _fold_in(keys, depth)), good",
+        new="return *rule(draft, path[:, depth], p, keys), good",
         tests=(
             "tests/decoding/test_rules.py::test_every_depth_of_a_walk_has_random_numbers_of_its_own",
         ),
@@ -320,8 +320,8 @@ CATALOGUE = (
     Mutant(
         name="chain-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="allowed, is_legal, good = _allowed(logits, sampling, draft.depths, legal)\np, x = distributions(allowed, sampling, is_legal), draft.tokens[:, 1:]",
-        new="allowed, is_legal, good = _allowed(logits, sampling, 0, legal)\np, x = distributions(allowed, sampling, is_legal), draft.tokens[:, 1:]",
+        old="allowed, is_legal, good = _allowed(logits, sampling, draft.depths, legal, tokens_above)",
+        new="allowed, is_legal, good = _allowed(logits, sampling, 0, legal, tokens_above)",
         tests=(
             "tests/decoding/test_rules.py::test_by_every_rule_the_likeliest_token_comes_that_may_come_there[block]",
         ),
@@ -330,8 +330,8 @@ CATALOGUE = (
     Mutant(
         name="tree-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, depth, words)\np = probabilities(allowed, sampling, is_legal)",
-        new="allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, 0, words)\np = probabilities(allowed, sampling, is_legal)",
+        old="allowed, is_legal, good = _allowed_at(draft, logits, sampling, path, depth, legal)\np = probabilities(allowed, sampling, is_legal)",
+        new="allowed, is_legal, good = _allowed_at(draft, logits, sampling, path[:, depth, None], 0, legal)\np = probabilities(allowed, sampling, is_legal)",
         tests=(
             "tests/decoding/test_rules.py::test_by_every_rule_the_likeliest_token_comes_that_may_come_there[siblings]",
         ),
@@ -340,8 +340,8 @@ CATALOGUE = (
     Mutant(
         name="coupled-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, depth, words)\ndrawn_token = argmax(perturbed(allowed, sampling, noise, legal=is_legal))",
-        new="allowed, is_legal, good = _allowed(at_nodes(logits, node), sampling, 0, words)\ndrawn_token = argmax(perturbed(allowed, sampling, noise, legal=is_legal))",
+        old="allowed, is_legal, good = _allowed_at(draft, logits, sampling, path, depth, legal)\ndrawn_token = argmax(perturbed(allowed, sampling, noise, legal=is_legal))",
+        new="allowed, is_legal, good = _allowed_at(draft, logits, sampling, path[:, depth, None], 0, legal)\ndrawn_token = argmax(perturbed(allowed, sampling, noise, legal=is_legal))",
         tests=(
             "tests/decoding/test_rules.py::test_by_every_rule_the_likeliest_token_comes_that_may_come_there[coupled]",
         ),
@@ -498,12 +498,48 @@ CATALOGUE = (
     Mutant(
         name="coupled-sees-the-roots-mask",
         file="specjax/decoding/verification.py",
-        old="noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)\nwords = None if legal is None else at_nodes(legal, node)",
-        new="noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)\nwords = None if legal is None else legal[:, 0]",
+        old="words = None if legal is None else at_nodes(legal, node)\ntokens = None",
+        new="words = None if legal is None else legal[:, 0]\ntokens = None",
         tests=(
             "tests/decoding/test_rules.py::test_by_every_rule_the_only_legal_token_of_each_node_comes[coupled]",
         ),
         breaks="With coupled sampling each node is judged by the root's mask.",
+    ),
+    Mutant(
+        name="penalties-forget-the-newest-token",
+        file="specjax/adjustments.py",
+        old="is_new = jnp.arange(emitted.shape[1])[None] < count[:, None]",
+        new="is_new = jnp.arange(emitted.shape[1])[None] < count[:, None] - 1",
+        tests=(
+            "tests/decoding/test_penalties.py::test_counting_token_by_token_equals_counting_whole_texts",
+        ),
+        breaks="The counts of penalties lack the root.",
+    ),
+    Mutant(
+        name="penalties-ignore-the-path",
+        file="specjax/decoding/verification.py",
+        old="tokens = jnp.where(jnp.arange(draft.depth) < depth, tokens, NO_TOKEN)",
+        new="tokens = jnp.where(jnp.arange(draft.depth) < 0, tokens, NO_TOKEN)",
+        tests=(
+            "tests/decoding/test_penalties.py::test_every_text_is_the_oracles[dynamic tree-truncated]",
+        ),
+        breaks="Penalties at a node do not count the drafted tokens above it.",
+    ),
+    Mutant(
+        name="frequency-counts-the-prompt",
+        file="specjax/adjustments.py",
+        old="generated = (counts & (_IN_PROMPT - 1)).astype(jnp.float32)",
+        new="generated = jnp.minimum(counts, 9).astype(jnp.float32)",
+        tests=("tests/decoding/test_penalties.py::test_logits_along_paths_equal_the_oracle[0]",),
+        breaks="A token of the prompt counts as generated nine times.",
+    ),
+    Mutant(
+        name="generated-tokens-are-a-prompts-after-a-preemption",
+        file="specjax/serving/engine_loop.py",
+        old="[recipient.prompt_tokens],",
+        new="[len(request.tokens)],",
+        tests=("tests/serving/test_penalties.py::test_every_text_is_that_of_generate[chain]",),
+        breaks="What was generated before a preemption counts as the prompt's.",
     ),
     Mutant(
         name="noise-slightly-too-small",

@@ -79,10 +79,10 @@ def test_longer_calls_for_texts_that_leave_rarely() -> None:
 
 def test_a_row_that_leaves_costs_the_rows_beside_it() -> None:
     """Check that one of eight rows that often leaves makes masked steps faster for all."""
-    legal, one = [0.0] * 8, [0.0] * 7 + [0.5]
+    legal, alone = [0.0] * 8, [0.0] * 7 + [0.5]
     choice = choice_of()
     assert choice.choose((8, 8), 8, forced=[0] * 8, leaving=legal, draft=1) == Call("free", 8)
-    few = choice_of().choose((8, 8), 8, forced=[0] * 8, leaving=one, draft=1)
+    few = choice_of().choose((8, 8), 8, forced=[0] * 8, leaving=alone, draft=1)
     many = choice_of().choose((8, 8), 8, forced=[0] * 8, leaving=[0.5] * 8, draft=1)
     assert few.kind == many.kind == "drafted"
 

@@ -41,12 +41,14 @@ def target_of(model: str) -> Any:
 def engine(drafter: str, model: str = "plain", **options: Any) -> Engine:
     target, draft_model = target_of(model), models()[1]
     if model == "hybrid":
-        made = DraftModel(tiny_target(seed=5, vocab_size=VOCABULARY, **HYBRID), draft=Chain(3))
+        engine_of_test = DraftModel(
+            tiny_target(seed=5, vocab_size=VOCABULARY, **HYBRID), draft=Chain(3)
+        )
     else:
-        made = DRAFTERS[drafter](target, draft_model)
+        engine_of_test = DRAFTERS[drafter](target, draft_model)
     sizes: dict[str, Any] = {"rows": 4, "capacity": 64, "page": 8, "chunk": 16, "steps": 4}
     sizes |= {"tokenizer": small_tokenizer(), "grammars": True, "widths": (4,)}
-    return Engine(target, made, **sizes | options)
+    return Engine(target, engine_of_test, **sizes | options)
 
 
 def cases() -> list[tuple[list[int], Any, int, dict[str, Any]]]:

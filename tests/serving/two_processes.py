@@ -107,10 +107,10 @@ def client(engine: Engine) -> list[int] | None:
         (is_ready if isinstance(event, RowReady) else is_checked).set()
 
     verdicts = []
-    for asked in ({"eos_token_ids": ()}, CONSTRAINED):
+    for requests in ({"eos_token_ids": ()}, CONSTRAINED):
         is_ready.clear()
         is_checked.clear()
-        row = engine.open_row(tokens, max_new_tokens=8, listener=listen, **asked)
+        row = engine.open_row(tokens, max_new_tokens=8, listener=listen, **requests)
         assert is_ready.wait(60)
         row.verify(np.array([tokens[-1], *drafted]), np.array([-1, 0, 1, 2]))
         assert is_checked.wait(60)

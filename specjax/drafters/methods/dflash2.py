@@ -36,7 +36,7 @@ from specjax.models.params import Params
 from specjax.models.primitives import linear, mlp
 from specjax.models.rope import Rotations
 from specjax.models.transformer import Target
-from specjax.sampling import RowSampling, likeliest, without_stop_tokens
+from specjax.sampling import RowSampling, before_temperature, likeliest
 from specjax.shape_checks import shape_checked
 
 
@@ -193,9 +193,9 @@ class DFlash2(DFlash):
     ) -> tuple[Draft, Cache]:
         shape, vocab = self.draft_shape, target.config.vocab_size
         states = self.block(target, state, root)[:, -shape.depth :]
-        # A stop token that is not allowed yet must not take a candidate's place.
+        # A token that is not allowed must not take a candidate's place.
         scores, ids = self.candidates(
-            without_stop_tokens(self.logits(target, states), sampling, jnp.arange(shape.depth))
+            before_temperature(self.logits(target, states), sampling, jnp.arange(shape.depth))
         )
         context = self.selector_context(states)
 

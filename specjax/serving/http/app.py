@@ -23,6 +23,7 @@ from specjax.serving.handle import EngineError, TextCancelledError
 from specjax.serving.http import requests
 from specjax.serving.http.access import Guard, read_body
 from specjax.serving.http.errors import RequestError, error_object
+from specjax.serving.http.request_log import RequestLog
 from specjax.serving.http.requests import Limits
 from specjax.serving.http.responses import (
     CLOSE,
@@ -141,7 +142,11 @@ def make_app(service: Service) -> ASGIApp:
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
         ],
-        middleware=[*_cors(service.options), Middleware(Guard, service=service)],
+        middleware=[
+            Middleware(RequestLog),
+            *_cors(service.options),
+            Middleware(Guard, service=service),
+        ],
         exception_handlers={
             RequestError: _answer_error,
             HTTPException: _answer_http_error,
@@ -164,7 +169,7 @@ def _cors(options: AppOptions) -> list[Middleware]:
         allow_origins=options.cors_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=[IGNORED_HEADER, "Retry-After"],
+        expose_headers=[IGNORED_HEADER, "Retry-After", "X-Request-Id"],
     )
     return [middleware]
 

@@ -10,14 +10,14 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, TypeVar, Union, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from specjax.arguments import LARGEST, LARGEST_FLOAT
 from specjax.errors import InputError
-from specjax.sampling import SAMPLING_NAMES, Sampling
+from specjax.sampling import PENALTIES, SAMPLING_NAMES, Sampling
 from specjax.sampling_params import SamplingParams
 from specjax.serving.http.errors import RequestError, invalid
 from specjax.serving.http.grammars import PARAMETERS as GRAMMAR_PARAMETERS
@@ -45,6 +45,12 @@ MAX_STOP_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 256
 """The largest number of characters of a ``cache_salt``."""
 
+MAX_BIASES = 1024
+"""The largest number of tokens of a ``logit_bias``."""
+
+MAX_BAD_WORDS = 32
+"""The largest number of ``bad_words``."""
+
 MAX_STOP_TOKENS = 8
 """The largest number of stop tokens: those of ``stop_token_ids`` and the model's own."""
 
@@ -68,6 +74,7 @@ class Limits:
         capacity: the maximal length of a text in tokens, prompt and output; None: it is unknown.
         has_chat: whether the tokenizer has a chat template.
         has_grammars: whether requests may state a grammar.
+        has_penalties: whether requests may have penalties, biases and banned words.
         template_names: the variables that the chat template reads; None: they are unknown.
         eos_token_ids: the model's end-of-sequence ids.
         default_sampling: the temperature, top_k, top_p and min_p of requests that do not state
@@ -86,6 +93,7 @@ class Limits:
     capacity: int | None = None
     has_chat: bool = True
     has_grammars: bool = True
+    has_penalties: bool = True
     template_names: frozenset[str] | None = None
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: Sampling = Sampling(temperature=1.0)
@@ -233,6 +241,7 @@ class _StreamOptions(msgspec.Struct):
 
 _Tokens = Annotated[int, Meta(ge=0, le=LARGEST)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class _TextFields(msgspec.Struct, kw_only=True):
@@ -251,6 +260,14 @@ class _TextFields(msgspec.Struct, kw_only=True):
     # -1 means 0, as in vLLM.
     top_k: Annotated[int, Meta(ge=-1, le=LARGEST, description=f"from 0 to {LARGEST}")] | None = None
     min_p: _Share | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: (
+        Annotated[float, Meta(gt=0, le=10, description="above 0 and at most 10")] | None
+    ) = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: (
         Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="from -2**63 to 2**63 - 1")]
         | None
@@ -315,11 +332,7 @@ _OBJECTS: Mapping[str, Any] = {"stream_options": _StreamOptions, "prediction": _
 """The parameters that are objects, in which unknown names are reported, too."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -330,8 +343,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -608,10 +619,12 @@ def _range(bounds: Meta, value: Any) -> str:
         return (
             f"it has {len(value)} characters; give from {bounds.min_length} to {bounds.max_length}"
         )
+    if bounds.description:
+        return f"must be {bounds.description}"
     minimum, maximum = (
         str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (bounds.ge, bounds.le)
     )
-    return f"must be {bounds.description or f'from {minimum} to {maximum}'}"
+    return f"must be from {minimum} to {maximum}"
 
 
 def _decode(raw: msgspec.Raw, kind: Any) -> Any:
@@ -722,15 +735,19 @@ def _request(
         is_supported=limits.has_grammars,
     )
     try:
+        sampling = _sampling(fields, limits)
         params = SamplingParams(
-            **vars(_sampling(fields, limits)),
+            **vars(sampling),
             max_new_tokens=LARGEST,
             min_new_tokens=min_tokens,
             eos_token_ids=stop_token_ids,
             grammar=grammar,
+            **_biases(fields, limits),
         )
     except InputError as error:  # an error of the defaults, because stated values are within bounds
         raise RequestError(400, str(error)) from None
+    if params.has_adjustments and not limits.has_penalties:
+        _refuse_penalties(params)
     return TextRequest(
         model=str(fields.model),
         prompts=prompts,
@@ -758,6 +775,47 @@ def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
     if stated["top_p"] == 0:
         raise invalid("top_p", "top_p=0: must be above 0; for greedy sampling give temperature 0")
     return limits.default_sampling.with_explicit(**stated)
+
+
+def _refuse_penalties(params: SamplingParams) -> NoReturn:
+    """Raise RequestError for a penalty or bias, because the server has none."""
+    neutral = SamplingParams(temperature=params.temperature)
+    names = (*PENALTIES, "logit_bias", "allowed_token_ids", "bad_words")
+    name = next(name for name in names if getattr(params, name) != getattr(neutral, name))
+    message = f"{name}: this server has no penalties (--penalties off); leave it out"
+    raise invalid(name, message, code="unsupported_parameter")
+
+
+def _biases(fields: _TextFields, limits: Limits) -> dict[str, Any]:
+    """Return the biases, allowed tokens and banned words that a request states."""
+    bias = fields.logit_bias or {}
+    if len(bias) > MAX_BIASES:
+        raise invalid(
+            "logit_bias", f"logit_bias: it has {len(bias)} tokens; give at most {MAX_BIASES}"
+        )
+    for token in bias:
+        if not (token.isascii() and token.isdigit() and int(token[:20]) < limits.vocab_size):
+            message = (
+                f"logit_bias: {_shown(token)} is not a token id; give ids from 0 to"
+                f" {limits.vocab_size - 1}"
+            )
+            raise invalid("logit_bias", message)
+    words = fields.bad_words or []
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid(
+            "bad_words", f"bad_words: there are {len(words)}; give at most {MAX_BAD_WORDS}"
+        )
+    if too_long := [word for word in words if not 1 <= len(word) <= MAX_STOP_CHARACTERS]:
+        message = (
+            f"bad_words: {_shown(too_long[0])} has {len(too_long[0])} characters; give from 1 to"
+            f" {MAX_STOP_CHARACTERS}"
+        )
+        raise invalid("bad_words", message)
+    allowed = fields.allowed_token_ids or None
+    _check_tokens("allowed_token_ids", allowed or [], limits)
+    # vLLM restricts biases so. Beyond that, a bias bans or forces a token anyway.
+    restricted = {int(token): min(max(value, -100.0), 100.0) for token, value in bias.items()}
+    return {"logit_bias": restricted, "allowed_token_ids": allowed, "bad_words": words}
 
 
 def _max_tokens(fields: _TextFields, minimum: int) -> tuple[str, int | None]:

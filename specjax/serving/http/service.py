@@ -115,6 +115,7 @@ class Service:
             capacity=engine.capacity,
             has_chat=bool(tokenizer.chat_template),
             has_grammars=engine.has_grammars,
+            has_penalties=engine.has_penalties,
             template_names=names_read(tokenizer),
             eos_token_ids=tuple(config.eos_token_ids),
             default_sampling=engine.default_sampling or Limits.default_sampling,

@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError
 from specjax.serving.http import responses
 from specjax.serving.http.errors import error_object
+from specjax.serving.http.request_log import record_of
 from specjax.serving.http.requests import TextRequest
 from specjax.serving.http.responses import (
     UNEXPECTED,
@@ -39,6 +40,9 @@ class GenerationResponse:
             # cancelled by the submission, which has ended by then.
             prompts = await service.in_thread(service.submit, request, submission)
             handles = submission.handles
+            record = record_of(scope)
+            record.model, record.handles = request.model, handles
+            record.prompt_tokens = sum(map(len, prompts))
             for index, handle in enumerate(handles):
                 prompt_index, choice = divmod(index, request.n)
                 # A prompt counts once, with its first choice.

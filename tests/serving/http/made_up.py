@@ -132,7 +132,7 @@ class MadeUpEngine:
 
     rows, capacity, max_logprobs, max_prediction = 4, CAPACITY, 20, 16
     client_drafts: Any = None
-    has_grammars = False
+    has_grammars = has_penalties = False
     default_sampling: Any = None
 
     def __init__(self, text: str = "The text.", pause: float = 0.0) -> None:

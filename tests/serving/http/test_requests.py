@@ -276,6 +276,52 @@ def test_a_prediction_is_text_or_parts_of_text(kind: str) -> None:
 
 
 @both
+def test_penalties_biases_and_banned_words_are_read(kind: str) -> None:
+    params = read(
+        kind,
+        presence_penalty=0.5,
+        frequency_penalty=-2,
+        repetition_penalty=1.1,
+        logit_bias={"7": 150, "3": -1},
+        allowed_token_ids=[3, 7, 8],
+        bad_words=["one", "two words"],
+    ).params
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    assert penalties == (0.5, -2, 1.1)
+    assert params.logit_bias == ((3, -1.0), (7, 100.0))  # restricted as in vLLM
+    assert (params.allowed_token_ids, params.bad_words) == ((3, 7, 8), ("one", "two words"))
+    neutral = {"presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "bad_words": []}
+    assert read(kind, **neutral, allowed_token_ids=[]) == read(kind)
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", "1"),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"100": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"1": "a"}),
+        ("logit_bias", {str(number): 0 for number in range(1025)}),
+        ("logit_bias", [1]),
+        ("allowed_token_ids", [100]),
+        ("allowed_token_ids", ["1"]),
+        ("bad_words", [""]),
+        ("bad_words", "a"),
+        ("bad_words", ["a" * 257]),
+        ("bad_words", ["a"] * 33),
+    ],
+)
+def test_a_wrong_penalty_or_bias_is_refused_by_name(kind: str, name: str, value: Any) -> None:
+    error = refusal(kind, **{name: value})
+    assert (error.status, error.param) == (400, name)
+    assert error.message.startswith(name)
+
+
+@both
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_supported_may_have_its_neutral_values_alone(kind: str, name: str) -> None:
     for neutral in UNSUPPORTED[name]:
