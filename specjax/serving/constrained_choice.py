@@ -92,7 +92,7 @@ class Leaving:
         self.pooled.add(not legal, 1)
 
     def checked(self, legal: int, has_left: bool) -> None:
-        """Record a free call that emitted ``legal`` tokens, and whether it left the grammar then."""
+        """Record a free call of ``legal`` tokens, and whether it left the grammar after them."""
         self._free.add(has_left, legal + has_left)
         self.pooled.add(has_left, legal + has_left)
 
