@@ -5,6 +5,7 @@ and allowed tokens. `adjusted` is the only definition, for the target and every 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,8 @@ class Adjustments:
             tail[row, longest - 1 - len(newest) :] = newest
         if bias is None:
             bias = np.zeros(counts.shape, np.float32)
-        return cls(counts=counts, bias=bias, words=packed, tail=tail)
+        on_host: Any = {"counts": counts, "bias": bias, "words": packed, "tail": tail}
+        return cls(**on_host)
 
     def after(self, emitted: jax.Array, count: jax.Array) -> "Adjustments":
         """Return the adjustments after the first ``count [B]`` of the tokens ``emitted [B, n]``."""
@@ -145,8 +147,9 @@ def adjusted(
         values.reshape(*between, 1) for values in (repetition, frequency, presence)
     )
     # The loop is unrolled and its comparisons are fused: no array of these counts is stored.
-    for index in range(0 if path is None else path.shape[-1]):
-        counts = counts + (path[..., index, None] == token_ids)
+    tokens_above = [] if path is None else [path[..., i, None] for i in range(path.shape[-1])]
+    for token in tokens_above:
+        counts = counts + (token == token_ids)
     logits = logits.astype(jnp.float32)
     penalised = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(counts > 0, penalised, logits)

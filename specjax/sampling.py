@@ -220,11 +220,11 @@ class Sampling:
 
     def __repr__(self) -> str:
         """Return the class and the parameters that differ from `Sampling`'s defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         changed = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name == "temperature"
-            or not np.array_equal(getattr(self, field.name), field.default)
+            name: value
+            for name, (value, default) in values.items()
+            if name == "temperature" or not np.array_equal(value, default)  # pyright: ignore[reportArgumentType]
         }
         shown = ", ".join(f"{name}={value!r}" for name, value in changed.items())
         return f"{type(self).__name__}({shown})"
@@ -271,8 +271,9 @@ class Sampling:
         check_rule(rule)
         numbers = self.by_row(batch)
         is_drawn = bool(np.any(numbers["temperature"] > 0))
+        arrays: dict[str, Any] = {name: jnp.asarray(values) for name, values in numbers.items()}
         return RowSampling(
-            **{name: jnp.asarray(values) for name, values in numbers.items()},
+            **arrays,
             greedy=not is_drawn,
             truncated=bool(
                 np.any(numbers["top_k"] > 0)

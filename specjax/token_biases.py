@@ -100,7 +100,16 @@ class TokenBiases:
     @property
     def words(self) -> list[list[int]]:
         """The banned words of two tokens or more. `bias` bans the others."""
-        return [list(word) for word in self.bad_words if len(word) > 1]
+        return [list(word) for word in self._words_of_ids() if len(word) > 1]
+
+    def _words_of_ids(self) -> list[tuple[int, ...]]:
+        """Return the banned words, after a check that none is a string."""
+        words: list[tuple[int, ...]] = []
+        for word in self.bad_words:
+            if isinstance(word, str):
+                raise InputError(f"bad_words: {word!r} needs a tokenizer; give its token ids")
+            words.append(word)
+        return words
 
     def bias(self, vocab_size: int) -> np.ndarray:
         """Return ``[V]`` float32 what is added to the logits, -inf for a token that is banned.
@@ -109,12 +118,11 @@ class TokenBiases:
             InputError: a token id is outside the vocabulary, every token is banned, or a word is
                 a string.
         """
-        if texts := [word for word in self.bad_words if isinstance(word, str)]:
-            raise InputError(f"bad_words: {texts[0]!r} needs a tokenizer; give its token ids")
+        words = self._words_of_ids()
         for name, ids in (
             ("logit_bias", [token for token, _ in self.logit_bias]),
             ("allowed_token_ids", self.allowed_token_ids or ()),
-            ("bad_words", [token for word in self.bad_words for token in word]),
+            ("bad_words", [token for word in words for token in word]),
         ):
             if wrong := [token for token in ids if token >= vocab_size]:
                 raise InputError(
@@ -127,9 +135,12 @@ class TokenBiases:
             is_allowed = np.zeros(vocab_size, bool)
             is_allowed[list(self.allowed_token_ids)] = True
             bias[~is_allowed] = -np.inf
-        bias[[word[0] for word in self.bad_words if len(word) == 1]] = -np.inf
+        bias[[word[0] for word in words if len(word) == 1]] = -np.inf
         if np.all(np.isneginf(bias)):
-            raise InputError("bad_words: no token is left that may be generated; ban fewer")
+            raise InputError(
+                "logit_bias, allowed_token_ids, bad_words: no token is left that may be generated;"
+                " ban fewer"
+            )
         return bias
 
 

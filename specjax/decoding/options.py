@@ -195,10 +195,10 @@ class GenerationOptions:
             InputError: The biases do not fit the rows or the vocabulary.
         """
         batch = len(lengths)
-        if isinstance(self.biases, list | tuple):
-            biases = [row or TokenBiases() for row in self.biases]
-        else:
+        if self.biases is None or isinstance(self.biases, TokenBiases):
             biases = [self.biases or TokenBiases()] * batch
+        else:
+            biases = [row or TokenBiases() for row in self.biases]
         if len(biases) != batch:
             raise InputError(
                 f"biases: {len(biases)} of them; give one, or one for each of the {batch} rows"

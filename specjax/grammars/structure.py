@@ -238,6 +238,7 @@ class _Writer:
     def regex(self, terminal: str, text: str) -> str:
         """Return a regular expression and the plain text that follows it."""
         first, *more_pieces = self.tokens.split(text) or [""]
+        assert isinstance(first, str)  # `sequence` gives no text that starts with an added token
         body = f"{terminal} {quoted(first)}" if first else terminal
         after = "".join(t if isinstance(t, str) else self.tokens.contents[t] for t in more_pieces)
         reference = self.reference({"lark_grammar": f"start: TEXT\nTEXT: {body}"})

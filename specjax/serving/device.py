@@ -791,9 +791,9 @@ class EngineDevice:
 
         # Requests with log-probabilities decode with all rows, and without copies.
         reports = [False, True] if self.sizes.max_logprobs and width == self.sizes.rows else [False]
-        kinds, stage = (ADJUSTING[1:], 5) if is_adjusted else (MASKED, 4)
-        listed = [advance(kinds[1], None, logprobs, stage) for logprobs in reports]
-        ways: list[tuple[int | None, str, str, int]] = [(self.masked, *kinds, stage)]
+        (_, propose, verify), stage = (ADJUSTING, 5) if is_adjusted else (("", *MASKED), 4)
+        listed = [advance(verify, None, logprobs, stage) for logprobs in reports]
+        ways = [(self.masked, propose, verify, stage)]
         if not is_adjusted:  # rows with predictions draft like the others beside penalties
             ways.append((self.copying, *COPYING, 6))
         for index, propose, verify, stage in ways:

@@ -95,7 +95,7 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 header = (HEADER, record.request_id.encode())
-                message = message | {"headers": [*message.get("headers", ()), header]}
+                message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
         try:
