@@ -92,7 +92,7 @@ class GrammarChecker:
         ...     checker.check(specjax.Regex("[0-9]+"))
         ...     checker.check(specjax.Regex("(" * 100 + ")" * 100))
         Traceback (most recent call last):
-        specjax.errors.InputError: grammar=Regex(...: its brackets are nested 100 deep; at most 64...
+        specjax.errors.InputError: grammar=Regex(...: its brackets are nested 100 deep; ...
     """
 
     def __init__(self, compiler: GrammarCompiler, limits: GrammarLimits = GrammarLimits()) -> None:

@@ -237,11 +237,11 @@ class _Writer:
 
     def regex(self, terminal: str, text: str) -> str:
         """Return a regular expression and the plain text that follows it."""
-        first, *others = self.tokens.split(text) or [""]
+        pieces = self.tokens.split(text)
+        first = pieces[0] if pieces and isinstance(pieces[0], str) else ""
         body = f"{terminal} {quoted(first)}" if first else terminal
-        after = "".join(t if isinstance(t, str) else self.tokens.contents[t] for t in others)
         reference = self.reference({"lark_grammar": f"start: TEXT\nTEXT: {body}"})
-        return f"{reference} {self.literal(after)}".strip()
+        return f"{reference} {self.literal(text[len(first) :])}".strip()
 
     def free(self, text: _Free, ends: Sequence[str], is_last: bool) -> str:
         """Return free text, with its tags, up to and with one of ``ends``."""

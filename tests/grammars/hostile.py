@@ -166,11 +166,51 @@ def _products(rng: Random) -> Any:
 
 
 _VALUES = [None, True, -1, 0, 1.5, 10**40, 1e308, "", "a", "\ud800", "(", [], [[]], {}, {"a": {}}]
-_KEYWORDS = """type enum const properties required additionalProperties patternProperties items
-prefixItems minItems maxItems minLength maxLength pattern format minimum maximum exclusiveMinimum
-exclusiveMaximum multipleOf anyOf oneOf allOf not if then else $ref $defs $id $anchor $dynamicRef
-dependentRequired dependentSchemas uniqueItems contains propertyNames minProperties maxProperties
-unevaluatedProperties x-guidance nullable definitions""".split()
+_KEYWORDS = [
+    "type",
+    "enum",
+    "const",
+    "properties",
+    "required",
+    "additionalProperties",
+    "patternProperties",
+    "items",
+    "prefixItems",
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "not",
+    "if",
+    "then",
+    "else",
+    "$ref",
+    "$defs",
+    "$id",
+    "$anchor",
+    "$dynamicRef",
+    "dependentRequired",
+    "dependentSchemas",
+    "uniqueItems",
+    "contains",
+    "propertyNames",
+    "minProperties",
+    "maxProperties",
+    "unevaluatedProperties",
+    "x-guidance",
+    "nullable",
+    "definitions",
+]
 
 
 def _wrong_types(rng: Random) -> Any:

@@ -47,7 +47,7 @@ def test_every_seed_gives_the_same_grammar_again() -> None:
 
 
 def test_a_mask_of_an_ambiguous_grammar_has_a_bound_of_work(compiler) -> None:
-    """Check that the text ends long before its masks take long: by a count of items, not by time."""
+    """Check that a count of items ends the text, long before its masks take long."""
     a = compiler.compile(specjax.Regex("a")).matcher((19,)).forced(1)[0]
     bounded = compiler.compile(AMBIGUOUS, is_bounded=True).matcher((19,))
     assert 3 < run_until_it_errs(bounded, a) < 200

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.errors import InputError
-from specjax.grammars import Choice, Grammar, JsonObject, JsonSchema, Lark, Regex
+from specjax.grammars import (
+    Choice,
+    Grammar,
+    JsonObject,
+    JsonSchema,
+    Lark,
+    Regex,
+    StructuralTag,
+)
 from specjax.serving.http.errors import RequestError, invalid
 
 _GUIDED = {
@@ -101,8 +109,12 @@ def _of_response_format(value: Mapping[str, Any]) -> Grammar | None:
                 "response_format.json_schema.schema: it is missing; give the JSON schema",
             )
         return JsonSchema(_a_schema("response_format.json_schema.schema", named["schema"]))
+    if kind == "structural_tag":
+        return StructuralTag(value)
     raise _not_supported(
-        "response_format", f"type={kind!r}", "'text', 'json_object' or 'json_schema'"
+        "response_format",
+        f"type={kind!r}",
+        "'text', 'json_object', 'json_schema' or 'structural_tag'",
     )
 
 
@@ -136,10 +148,16 @@ def _of_constraint(name: str, kind: str, value: Any, *, whitespace: bool = True)
         if not isinstance(value, bool):
             raise invalid(name, f"{name}: json_object={value!r}: give true or false")
         return JsonObject(whitespace=whitespace) if value else None
-    return {"regex": Regex, "choice": Choice, "grammar": Lark}[kind](value)
+    makers = {
+        "regex": Regex,
+        "choice": Choice,
+        "grammar": Lark,
+        "structural_tag": StructuralTag,
+    }
+    return makers[kind](value)
 
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def _a_schema(name: str, value: Any) -> Any:

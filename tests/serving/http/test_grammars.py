@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 import specjax
-from specjax.grammars import Choice, JsonObject, JsonSchema, Lark, Regex
+from specjax.grammars import Choice, JsonObject, JsonSchema, Lark, Regex, StructuralTag
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.grammars import PARAMETERS
 from specjax.serving.http.requests import Limits
@@ -25,6 +25,14 @@ SCHEMA = {
     "required": ["n"],
     "additionalProperties": False,
 }
+
+
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f>"],
+}
+FORMAT = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -55,6 +63,9 @@ STATED: list[tuple[dict[str, Any], Any]] = [
     ({"structured_outputs": {"regex": "a+"}}, Regex("a+")),
     ({"structured_outputs": {"choice": ["a", "b"]}}, Choice(["a", "b"])),
     ({"structured_outputs": {"grammar": 'start: "a"'}}, Lark('start: "a"')),
+    ({"response_format": TAG}, StructuralTag(TAG)),
+    ({"response_format": FORMAT}, StructuralTag(FORMAT)),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, StructuralTag(TAG)),
     ({"guided_json": SCHEMA}, JsonSchema(SCHEMA)),
     ({"guided_json": json.dumps(SCHEMA), "guided_regex": None}, JsonSchema(SCHEMA)),
     ({"guided_regex": "[ab]"}, Regex("[ab]")),
@@ -102,6 +113,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " *"}}, "whitespace_pattern"),
     ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": 1}}, "whitespace"),
     ({"structured_outputs": {"json_object": "yes"}}, "json_object"),
+    ({"structured_outputs": {"structural_tag": "{"}}, "structural_tag"),
+    ({"response_format": {"type": "structural_tag"}}, "structures"),
     ({"structured_outputs": {"regex": ["a"]}}, "regular expression"),
     ({"structured_outputs": {"choice": []}}, "words"),
     ({"structured_outputs": {"choice": "abc"}}, "words"),
