@@ -351,10 +351,10 @@ def _check_stops(
 ) -> None:
     """Raise InputError if triggers, ends and excluded strings get in each other's way."""
     for index, stop in enumerate(stops):
-        for place, other in enumerate(stops):
-            if index != place and other in stop:
+        for place, shorter in enumerate(stops):
+            if index != place and shorter in stop:
                 raise InputError(
-                    f"{stop!r} contains {other!r}, which comes first; leave one of them out"
+                    f"{stop!r} contains {shorter!r}, which comes first; leave one of them out"
                 )
     for trigger, begin in begins:
         first = tokens.split(begin)[0]
