@@ -237,12 +237,11 @@ class _Writer:
 
     def regex(self, terminal: str, text: str) -> str:
         """Return a regular expression and the plain text that follows it."""
-        first, *more_pieces = self.tokens.split(text) or [""]
-        assert isinstance(first, str)  # `sequence` gives no text that starts with an added token
+        pieces = self.tokens.split(text)
+        first = pieces[0] if pieces and isinstance(pieces[0], str) else ""
         body = f"{terminal} {quoted(first)}" if first else terminal
-        after = "".join(t if isinstance(t, str) else self.tokens.contents[t] for t in more_pieces)
         reference = self.reference({"lark_grammar": f"start: TEXT\nTEXT: {body}"})
-        return f"{reference} {self.literal(after)}".strip()
+        return f"{reference} {self.literal(text[len(first) :])}".strip()
 
     def free(self, text: _Free, ends: Sequence[str], is_last: bool) -> str:
         """Return free text, with its tags, up to and with one of ``ends``."""
@@ -352,10 +351,10 @@ def _check_stops(
 ) -> None:
     """Raise InputError if triggers, ends and excluded strings get in each other's way."""
     for index, stop in enumerate(stops):
-        for place, another_stop in enumerate(stops):
-            if index != place and another_stop in stop:
+        for place, shorter in enumerate(stops):
+            if index != place and shorter in stop:
                 raise InputError(
-                    f"{stop!r} contains {another_stop!r}, which comes first; leave one of them out"
+                    f"{stop!r} contains {shorter!r}, which comes first; leave one of them out"
                 )
     for trigger, begin in begins:
         first = tokens.split(begin)[0]

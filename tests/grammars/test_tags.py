@@ -103,16 +103,16 @@ def test_a_trigger_that_is_an_added_token_counts_in_letters_too() -> None:
 def test_before_the_trigger_every_token_is_legal(grammar, seed) -> None:
     """Check masks along random walks, bytes within characters included."""
     tokenizer, compiler, size = embedded()
-    rng, known_ids = np.random.default_rng(seed), len(tokenizer)
+    rng, count = np.random.default_rng(seed), len(tokenizer)
     matcher = compiler.compile(grammar).matcher((0,))
     may_end = grammar is OPTIONAL
     for _ in range(60):
         legal = flags(matcher.mask(), size)
-        expected = np.arange(size) < known_ids
+        expected = np.arange(size) < count
         expected[0] = may_end  # the token that ends a text
         assert (legal == expected).all()
         assert matcher.is_complete == may_end
-        token = int(rng.integers(1, known_ids))
+        token = int(rng.integers(1, count))
         # Tokens with parts of a trigger could complete it, where other rules apply.
         matcher.append([token if not set("</think>a") & set(tokenizer.decode([token])) else 1])
 
