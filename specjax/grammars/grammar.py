@@ -173,7 +173,7 @@ class Choice(Grammar):
     Examples:
         >>> import specjax
         >>> specjax.Choice(["yes", "no"])
-        Choice(...yes...no...)
+        Choice(...yes...)
     """
 
     def __init__(self, words: Sequence[str]) -> None:

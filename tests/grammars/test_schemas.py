@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,14 @@ def supported() -> list[str]:
     return [name for name in SCHEMAS if not verdict(SCHEMAS[name], compiler().compile)]
 
 
+def exact_number(text: str) -> Decimal | float:
+    """Return a number exactly; infinity if its exponent has more digits than a Decimal takes."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return float(text)
+
+
 def with_null(schema: dict[str, Any]) -> dict[str, Any]:
     is_nullable = schema.pop("nullable", False)
     return schema | {"type": [schema["type"], "null"]} if is_nullable else schema
@@ -65,7 +73,7 @@ def is_valid(schema: Any, text: str) -> bool:
     kind = jsonschema.validators.validator_for(exact, jsonschema.Draft202012Validator)
     if isinstance(exact, dict) and exact.get("exclusiveMinimum") is True:
         kind = jsonschema.Draft4Validator
-    value = json.loads(text, parse_float=Decimal)
+    value = json.loads(text, parse_float=exact_number)
     return kind(exact, format_checker=CHECKER).is_valid(value)
 
 

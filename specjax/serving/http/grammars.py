@@ -55,7 +55,7 @@ def read_grammar(stated: Mapping[str, Any], *, is_supported: bool) -> tuple[str,
     Examples:
         >>> from specjax.serving.http.grammars import read_grammar
         >>> read_grammar({"guided_choice": ["yes", "no"]}, is_supported=True)
-        ('guided_choice', Choice(...yes...no...))
+        ('guided_choice', Choice(...yes...))
         >>> read_grammar({"response_format": {"type": "text"}}, is_supported=True)
         ('', None)
     """
