@@ -159,11 +159,11 @@ def test_only_what_the_call_states_is_named_as_not_read(generate) -> None:
 
 
 def test_what_is_not_applied_is_said_once(tiny_pair, tmp_path) -> None:
-    fields = FILE | {"repetition_penalty": 1.05, "suppress_tokens": [3]}
+    fields = FILE | {"num_beams": 4, "suppress_tokens": [3]}
     penalised = with_file(tiny_pair[0], tmp_path / "penalised", **fields)
     with pytest.warns(
         UserWarning,
-        match=r"fields are not applied: repetition_penalty 1\.05, suppress_tokens \[3\]$",
+        match=r"fields are not applied: num_beams 4, suppress_tokens \[3\]$",
     ) as warned:
         assert specjax.load(penalised).default_sampling == DEFAULTS
     assert len(warned) == 1
@@ -342,11 +342,11 @@ def test_generate_names_what_is_not_applied(tiny_pair, tmp_path, drawn_with, cap
         tiny_pair[0],
         tmp_path / "penalised",
         **FILE,
-        repetition_penalty=1.05,
+        num_beams=4,
         no_repeat_ngram_size=3,
     )
     _, _, errors = run(capsys, *generating(penalised))
-    line = "these fields are not applied: repetition_penalty 1.05, no_repeat_ngram_size 3"
+    line = "these fields are not applied: no_repeat_ngram_size 3, num_beams 4"
     assert [line in text for text in errors.splitlines()].count(True) == 1
     assert (
         "not applied" not in run(capsys, *generating(penalised, "--generation-config", "none"))[2]

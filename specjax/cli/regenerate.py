@@ -298,6 +298,9 @@ def _refuse_foreign(output: Path, config: RegenerateConfig) -> None:
         )
 
 
+_OF_GRAMMAR = "# with the grammar of the fingerprint"
+
+
 def _claim(
     config: RegenerateConfig, generator: pipeline.TextGenerator, grammar: Grammar | None
 ) -> str:
@@ -305,7 +308,7 @@ def _claim(
     of_grammar = ""
     if grammar is not None:
         digest = hashlib.sha256(grammar.source.encode()).hexdigest()[:32]
-        of_grammar = f"# with the grammar of the fingerprint {digest}\n"
+        of_grammar = f"{_OF_GRAMMAR} {digest}\n"
     return (
         f"{NOTE}{fingerprint.of_target(generator.target)}\n# with the tokenizer and the chat"
         " template of the fingerprint"
@@ -324,7 +327,10 @@ def _refuse_other_model(output: Path, config: RegenerateConfig, claim: str) -> N
         [line for line in note.splitlines() if line.startswith("#")]
         for note in (shards.beside(output).read_text(), claim)
     )
-    if noted[:2] == expected[:2] and noted != expected:
+    grammars = [
+        [line for line in lines if line.startswith(_OF_GRAMMAR)] for lines in (noted, expected)
+    ]
+    if noted[:2] == expected[:2] and grammars[0] != grammars[1]:
         raise InputError(
             f"json_schema={config.json_schema!r}: its content differs from what the beginning of"
             f" output={config.output!r} was written with: choose another file, or restore it"

@@ -316,8 +316,11 @@ def start(
         depth=None if options.grammar is None else max(FORCED, drafter.draft_shape.depth),
     )
     sampling_fields = {name: getattr(rows, name) for name in _ANY_SAMPLING}
+    state = replace(state, sampling=replace(state.sampling, **sampling_fields))
+    if adjustments is None:
+        return drafter, state
     adjustments = jax.tree.map(jnp.asarray, adjustments)
-    sampling = replace(state.sampling, **sampling_fields, adjustments=adjustments)
+    sampling = replace(state.sampling, adjustments=adjustments)
     return drafter, place_rows(replace(state, sampling=sampling), target)
 
 

@@ -73,9 +73,7 @@ def test_rows_differ_and_keys_matter(run, plain) -> None:
 def test_a_row_is_the_same_alone_and_in_any_batch(target, run, plain, name) -> None:
     drafter = drafters()[name] if name else None
     order = np.random.default_rng(1).permutation(ROWS)
-    settings = Sampling(
-        *(np.asarray(getattr(MIXED, field))[order] for field in Sampling.__dataclass_fields__)
-    )
+    settings = Sampling(**{name: values[order] for name, values in MIXED.by_row(ROWS).items()})
     moved = outputs(
         run(drafter, PROMPTS[order], LENGTHS[order], key=KEYS[order], sampling=settings)
     )

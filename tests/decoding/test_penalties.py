@@ -242,6 +242,7 @@ def test_a_stop_token_waits_for_its_minimum_beside_penalties() -> None:
         assert all(text.index(6) == 4 for text in outputs(result))
 
 
+@pytest.mark.full
 def test_where_no_token_is_left_a_text_ends_with_an_error() -> None:
     """Check that it ends at the same token with every drafter, and that the others go on."""
     # After the word's first token nothing else may come.

@@ -317,7 +317,7 @@ def test_every_depth_of_a_walk_has_random_numbers_of_its_own() -> None:
     draft = Draft.chain(node, jnp.zeros((2, 2), jnp.int32))
     visit = by_rule(rule, jnp.zeros((2, 3, VOCAB)), Sampling().rows(2), keys)
     for depth in (0, 1, 2, 1):
-        visit(draft, node, jnp.asarray(depth))
+        visit(draft, jnp.zeros((2, 3), jnp.int32), jnp.asarray(depth))
     assert numbers[1] == numbers[3] and len({str(of_depth) for of_depth in numbers}) == 3
 
 

@@ -243,7 +243,7 @@ def test_every_field_of_transformers_that_would_change_the_text_is_known() -> No
     ):
         harmless |= set(names)
     theirs = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - harmless
-    theirs -= {"do_sample", "temperature", "top_k", "top_p", "min_p"}
+    theirs -= {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
     unknown = [
         name
         for name in sorted(theirs)
