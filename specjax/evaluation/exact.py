@@ -6,16 +6,18 @@ functions as ``specjax.conformance.check_distribution`` and so on.
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
 from scipy import special
 
 from specjax import decoding, sharding
+from specjax.adjustments import Adjustments
 from specjax.drafters.base import Drafter
 from specjax.errors import InputError
 from specjax.models.transformer import Target
-from specjax.sampling import Rule, Sampling, probabilities
+from specjax.sampling import Rule, Sampling, before_temperature, probabilities
 
 SETTINGS = (Sampling(), Sampling(temperature=1.4, top_p=0.9))
 """The default sampling parameters of `check_distribution`."""
@@ -160,11 +162,17 @@ def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Samp
     count = len(continuations)
     tokens = np.concatenate([np.tile(prompt, (count, 1)), continuations], axis=1)
     output, _ = jax.jit(Target.forward)(target, tokens)
-    p = probabilities(output.logits, sampling.rows(count))
-    p = sharding.to_host(p, target.mesh).astype(np.float64)
+    rows = sampling.rows(count)
     joint = np.ones(count)
-    for i in range(horizon):
-        joint *= p[np.arange(count), len(prompt) - 1 + i, continuations[:, i]]
+    for position in range(len(prompt), len(prompt) + horizon):
+        logits = output.logits[:, position - 1]
+        if sampling.has_penalties:
+            texts = tokens[:, :position].tolist()
+            seen = Adjustments.of_texts(texts, [len(prompt)] * count, vocab)
+            rows = replace(rows, adjustments=seen)
+        p = probabilities(before_temperature(logits, rows, depth=0), rows)
+        p = sharding.to_host(p, target.mesh).astype(np.float64)
+        joint *= p[np.arange(count), tokens[:, position]]
     return joint / joint.sum()
 
 

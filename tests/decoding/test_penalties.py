@@ -19,6 +19,7 @@ from specjax.drafters import DraftModel, PromptLookup, candidates
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.errors import InputError, LogitsError
+from specjax.evaluation import conformance
 from specjax.evaluation.conformance import FALSE_ALARM, g_test
 from specjax.sampling import position_keys, position_noise
 from specjax.token_biases import TokenBiases
@@ -417,6 +418,16 @@ def exact_joint(stated: dict[str, Any]) -> np.ndarray:
 def test_the_distribution_is_exact(rule) -> None:
     """Check every parameter alone, and all of them together."""
     assert min(p_values(rule, list(STATED.values()))) >= FALSE_ALARM
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stated", ["repetition", "negative"])
+def test_the_conformance_suite_knows_penalties(stated) -> None:
+    """Check its distribution of all continuations against the oracle's."""
+    settings = STATED[stated] | {"temperature": 0.8, "top_p": 0.9}
+    joint = conformance.exact_joint(models()[0], PROMPTS[0], HORIZON, specjax.Sampling(**settings))
+    expected_joint = exact_joint(settings).reshape(-1)
+    np.testing.assert_allclose(joint, expected_joint / expected_joint.sum(), atol=1e-5)
 
 
 def _without_the_root(after: Callable) -> Callable:
