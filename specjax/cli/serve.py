@@ -48,6 +48,8 @@ class ServeConfig:
             of the memory that is free after loading, but at least 4096 tokens.
         max_queue: maximum number of waiting requests; further requests are answered with status
             429.
+        urgent_after: number of decode calls after which a waiting request goes before all
+            priorities.
         client_rows: maximum number of rows for the drafting clients of one API key, or of one
             address if there are no keys; further clients wait. 0 is half of ``rows``, at least 1.
         client_sessions: maximum number of open sessions of such clients. A further session replaces
@@ -119,6 +121,7 @@ class ServeConfig:
     rows: int = 8
     capacity: int = 0
     max_queue: int = 64
+    urgent_after: int = 256
     client_rows: int = 0
     client_sessions: int = 0
     cache_gb: float = 0.0
@@ -296,6 +299,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         "page": page,
         "chunk": config.chunk or None,
         "max_waiting": config.max_queue,
+        "urgent_after": config.urgent_after,
         "max_logprobs": config.max_logprobs,
         "max_prediction": config.max_prediction,
         "grammars": may_constrain,
@@ -391,7 +395,7 @@ def check_numbers(config: ServeConfig) -> None:
     `Engine` checks the numbers whose range depends on the models.
     """
     minimums: dict[str, float] = {"rows": 1, "max_connections": 1, "reader_seconds": 1}
-    minimums |= {"grammar_characters": 1, "grammar_depth": 1}
+    minimums |= {"grammar_characters": 1, "grammar_depth": 1, "urgent_after": 1}
     minimums |= {"grammar_megabytes": 32, "grammar_seconds": 0.1}
     for option in fields(config):
         value = getattr(config, option.name)

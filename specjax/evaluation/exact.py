@@ -168,8 +168,8 @@ def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Samp
         logits = output.logits[:, position - 1]
         if sampling.has_penalties:
             texts = tokens[:, :position].tolist()
-            seen = Adjustments.of_texts(texts, [len(prompt)] * count, vocab)
-            rows = replace(rows, adjustments=seen)
+            adjustments = Adjustments.of_texts(texts, [len(prompt)] * count, vocab)
+            rows = replace(rows, adjustments=adjustments)
         p = probabilities(before_temperature(logits, rows, depth=0), rows)
         p = sharding.to_host(p, target.mesh).astype(np.float64)
         joint *= p[np.arange(count), tokens[:, position]]

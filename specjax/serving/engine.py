@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from specjax import pipeline, text
+from specjax.arguments import is_whole
 from specjax.decoding.options import check_prompts
 from specjax.drafters import Drafter
 from specjax.drafts.shapes import DraftShape
@@ -81,6 +82,7 @@ class Engine:
         penalties: bool | None = None,
         client_rows: int | None = None,
         client_idle_seconds: float = 1.0,
+        urgent_after: int = 256,
         warm: bool = True,
     ) -> None:
         """Compile all programs, or those that a first request needs, and start the thread.
@@ -124,6 +126,8 @@ class Engine:
                 ``rows``, at least 1.
             client_idle_seconds: seconds without a draft after which a client's row may be given to
                 a waiting request. The client gets a row again when it sends its next draft.
+            urgent_after: the number of decode calls after which a waiting request goes before all
+                priorities.
             warm: whether to compile and time everything before this returns. Otherwise this returns
                 as soon as a plain request in one row can be answered, and the rest is compiled in
                 the background. Texts are the same; more rows and drafts are used as their programs
@@ -158,6 +162,8 @@ class Engine:
             raise InputError(
                 f"client_idle_seconds={client_idle_seconds}: must be at least 0, and finite"
             )
+        if not is_whole(urgent_after) or urgent_after < 1:
+            raise InputError(f"urgent_after={urgent_after!r}: must be a whole number, at least 1")
         together = config.together()
         if together is not None and not together.is_first:
             raise InputError(
@@ -186,6 +192,7 @@ class Engine:
             prefix_states=device.most_prefix_states(),
             client_rows=client_rows,
             idle_seconds=client_idle_seconds,
+            urgent_after=urgent_after,
         )
         self._loop = EngineLoop(config, device, scheduler, together, warm=warm)
         # A thread that still uses the device would crash the interpreter at its exit.
@@ -206,6 +213,7 @@ class Engine:
         echo: bool = False,
         spans: bool = False,
         cache_salt: str = "",
+        priority: int = 0,
         is_chat: bool | None = None,
         **stated: Any,
     ) -> Handle:
@@ -231,6 +239,8 @@ class Engine:
             cache_salt: the scope of prefix caching. Only requests with the same salt share
                 prefixes, so that others cannot detect the prompt by time or by
                 `Handle.cached_tokens`.
+            priority: a number; requests with lower numbers get rows first, and are preempted last.
+                A text does not depend on it.
             is_chat: whether the text answers a chat. Of a model that writes in channels, such as
                 gpt-oss, it is then the final channel alone. None: it does if the prompt is a chat.
             stated: fields of `SamplingParams` by name, such as ``temperature=0.7``, in place of
@@ -279,8 +289,16 @@ class Engine:
             matcher=matcher,
             biases=self._biases(params),
         )
+        if not is_whole(priority) or not -(2**31) <= priority < 2**31:
+            raise InputError(f"priority={priority!r}: must be a whole number of 32 bits")
         return self._loop.submit(
-            tokens, params.max_new_tokens, settings, growing, options, cache_salt=cache_salt
+            tokens,
+            params.max_new_tokens,
+            settings,
+            growing,
+            options,
+            cache_salt=cache_salt,
+            priority=int(priority),
         )
 
     def open_row(
@@ -545,7 +563,13 @@ class Engine:
             )
 
 
-_FIRST_PROCESS_ALONE = ("max_waiting", "client_rows", "client_idle_seconds", "warm")
+_FIRST_PROCESS_ALONE = (
+    "max_waiting",
+    "client_rows",
+    "client_idle_seconds",
+    "urgent_after",
+    "warm",
+)
 """Arguments of `Engine` that `follow` ignores, because only the first process uses them."""
 
 

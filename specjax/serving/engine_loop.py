@@ -133,6 +133,7 @@ class EngineLoop:
         options: OutputOptions,
         *,
         cache_salt: str,
+        priority: int = 0,
     ) -> Handle:
         """Add a request to the queue, and return its handle.
 
@@ -151,7 +152,12 @@ class EngineLoop:
         with self.wake:
             self.check_open()
             request = self.scheduler.submit(
-                tokens, max_new_tokens, shares=shares, needs=needs, salt=cache_salt
+                tokens,
+                max_new_tokens,
+                shares=shares,
+                needs=needs,
+                salt=cache_salt,
+                priority=priority,
             )
             handle = Handle(self._cancel, request, settings, growing, options)
             self.handles[request] = handle

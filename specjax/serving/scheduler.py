@@ -3,15 +3,17 @@
 The scheduler computes nothing. It decides which chunks to prefill and how far rows may grow; the
 engine does that on the device and reports the results.
 
-**Rows.** Waiting requests get rows in the order of their submission. Later requests pass only those
-that wait for a program to be compiled, and those of clients whose owner has all its rows.
+**Rows.** Waiting requests get rows in the order of their `Request.rank`: those with the lowest
+priority number first, and among equals in the order of their submission. Others pass only those
+that wait for a program to be compiled, and those of clients whose owner has all its rows. A request
+that has waited for ``urgent_after`` decode calls goes before all numbers, until it ends.
 
 **Preemption.** If a row needs pages and its shard has none free, prefixes that no row uses are
-evicted, and then the rows of inactive clients are taken. If that is not enough, the newest request
-of the shard is preempted. It loses its row and pages, but no text: it waits, and is prefilled again
-with its output so far as part of its prompt. Without clients, the oldest request of a shard always
-finishes: it is preempted last, and `Scheduler.submit` refuses a request that needs more pages than
-there are.
+evicted, and then the rows of inactive clients are taken. If that is not enough, the request of the
+shard with the last rank is preempted: of those with the highest number, the newest. It loses its
+row and pages, but no text: it waits, and is prefilled again with its output so far as part of its
+prompt. Without clients, the request with the first rank of a shard always finishes: it is preempted
+last, and `Scheduler.submit` refuses a request that needs more pages than there are.
 
 **Chunked prefill.** The prompts in rows take turns, one chunk at a time. The prompt with the fewest
 chunks left comes first, so a short prompt does not wait for a long one. After
@@ -83,6 +85,9 @@ class Request:
         needs: the programs that it needs compiled, see `Scheduler.hold_back`; None: only those that
             every request needs.
         salt: the scope of prefix caching. Only prompts with the same salt share prefixes.
+        priority: its number; requests with lower numbers go first.
+        waits_since: the number of decode calls that had been made when it began to wait.
+        is_urgent: whether it has waited so long that it goes before all numbers.
     """
 
     order: int
@@ -102,6 +107,14 @@ class Request:
     idle_since: float | None = None
     needs: str | None = None
     salt: str = ""
+    priority: int = 0
+    waits_since: int = 0
+    is_urgent: bool = False
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """The rank among all requests: the smallest gets a row first, and is preempted last."""
+        return not self.is_urgent, 0 if self.is_urgent else self.priority, self.order
 
     @property
     def max_length(self) -> int:
@@ -203,6 +216,7 @@ class Scheduler:
         prefix_states: int | None = None,
         client_rows: int | None = None,
         idle_seconds: float = 1.0,
+        urgent_after: int = 256,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make a scheduler whose rows and pages are free.
@@ -220,6 +234,8 @@ class Scheduler:
             prefix_states: the largest number of prefix states in each shard; None: no limit.
             client_rows: the largest number of rows for the clients of one owner; None: no limit.
             idle_seconds: seconds without a draft after which a client is idle.
+            urgent_after: the number of decode calls after which a waiting request goes before all
+                priority numbers.
             clock: returns the time in seconds.
         """
         self._page, self._chunk, self._capacity = page, chunk, capacity
@@ -236,6 +252,7 @@ class Scheduler:
         self._last_ahead = page  # the argument of the newest call of `reserve`
         self._away_changes = 0  # how often a client was disconnected or connected again
         self._client_rows, self._idle_seconds, self._clock = client_rows, idle_seconds, clock
+        self._urgent_after, self._calls = urgent_after, 0
         self._suspended: set[Request] = set()
         self._scheduled_at = clock()  # when rows were given out last
         self.preemptions = self.suspensions = 0
@@ -255,6 +272,7 @@ class Scheduler:
         owner: str = "",
         needs: str | None = None,
         salt: str = "",
+        priority: int = 0,
     ) -> Request:
         """Add a request to the queue, and return it.
 
@@ -268,6 +286,7 @@ class Scheduler:
             owner: the client's owner, see `Request.owner`.
             needs: the programs that the request needs compiled, see `Request.needs`.
             salt: the scope of prefix caching, see `Request.salt`.
+            priority: the request's number, see `Request.priority`.
 
         Raises:
             InputError: The request can never be served. The message says why.
@@ -315,6 +334,8 @@ class Scheduler:
             shares=shares,
             needs=needs,
             salt=salt,
+            priority=priority,
+            waits_since=self._calls,
         )
         request.is_client, request.owner = is_client, owner
         self._waiting.append(request)
@@ -364,6 +385,7 @@ class Scheduler:
         if request.state == "suspended":
             self._suspended.remove(request)
             request.state, request.order = "waiting", self._next_order()
+            request.waits_since = self._calls
             self._waiting.append(request)
 
     def is_idle(self, request: Request) -> bool:
@@ -502,6 +524,8 @@ class Scheduler:
     def _next_waiting(self) -> Request | None:
         """Return the first waiting request that is not held back and whose owner may have a row."""
         for request in self._waiting:
+            request.is_urgent |= self._calls - request.waits_since >= self._urgent_after
+        for request in sorted(self._waiting, key=lambda request: request.rank):
             if request.needs in self._held_back:
                 continue
             rows = self._rows_of(request.owner) if self._is_at_row_limit(request.owner) else []
@@ -626,12 +650,13 @@ class Scheduler:
             The requests that were preempted for that, oldest first.
         """
         self._last_ahead = ahead
+        self._calls += 1
         before = {self._contents(row).request for row in self._occupied}
-        # The oldest first: otherwise a newer row could get pages, and be preempted a moment later
-        # for an older one.
-        for row in sorted(self.running, key=lambda row: self._contents(row).request.order):
+        # In the order of ranks: otherwise a row could get pages, and be preempted a moment later
+        # for one with an earlier rank.
+        for row in sorted(self.running, key=lambda row: self._contents(row).request.rank):
             contents = self._rows[row]
-            if contents is None:  # it was preempted for an older one
+            if contents is None:  # it was preempted for an earlier one
                 continue
             self._grow(row, self._entries_after_call(contents.request))
         return sorted(
@@ -813,15 +838,15 @@ class Scheduler:
     def _victim(self, growing: int, rows: Sequence[int]) -> int:
         """Return the row to take so that the row ``growing`` gets pages.
 
-        It is the one of ``rows`` with the newest request, which may be ``growing`` itself. There is
-        one exception: the only row that no client holds is not taken for its own growth.
+        It is the one of ``rows`` with the last rank, which may be ``growing`` itself. There is one
+        exception: the only row that no client holds is not taken for its own growth.
         """
         of_clients = set(rows) & set(self.held)
         # The row ``growing`` can finish by itself, but clients may stay inactive for long. If it
-        # were preempted, nothing would advance. So the newest of the clients' rows is taken.
+        # were preempted, nothing would advance. So the last of the clients' rows is taken.
         if growing not in of_clients and len(of_clients) == len(rows) - 1 and of_clients:
             rows = list(of_clients)
-        return max(rows, key=lambda row: self._contents(row).request.order)
+        return max(rows, key=lambda row: self._contents(row).request.rank)
 
     def _take_client_row(self, rows: Sequence[int], is_idle_first: bool = False) -> bool:
         """Take the row of an inactive client among ``rows``, and return False if there is none.
@@ -867,7 +892,7 @@ class Scheduler:
             request.preemptions += 1
             self.preemptions += 1
         self._free_row(request)
-        request.state = "waiting"
+        request.state, request.waits_since = "waiting", self._calls
         insort(self._waiting, request, key=lambda queued: queued.order)
 
     def _free_row(self, request: Request) -> None:

@@ -1720,3 +1720,92 @@ def test_who_is_held_back_lets_others_pass_and_comes_first_afterwards() -> None:
     scheduler.hold_back([])
     read_all(scheduler)
     assert (with_logprobs.state, later.state) == ("running", "waiting")
+
+
+# --- priority -------------------------------------------------------------------------------------
+
+
+def started(scheduler: Scheduler) -> list[Request]:
+    """Give rows to waiting requests, and return all that have one, by row."""
+    scheduler.can_go_on()
+    requests = (scheduler.request_of(row) for row in range(scheduler.table.shape[0]))
+    return [request for request in requests if request is not None]
+
+
+def one_row(**options: Any) -> Scheduler:
+    return Scheduler(rows=1, pages=8, page=8, chunk=8, capacity=64, **options)
+
+
+def test_the_lowest_number_gets_a_row_first_and_equals_in_their_order() -> None:
+    scheduler = one_row()
+    numbers = [0, 5, -3, 0, -3, 2]
+    requests = [scheduler.submit([1, 2], 4, priority=number) for number in numbers]
+    order = []
+    for _ in requests:
+        (running,) = started(scheduler)
+        order.append(requests.index(running))
+        scheduler.cancel(running)
+    assert order == [2, 4, 0, 3, 5, 1]
+
+
+def test_a_row_is_not_taken_by_a_lower_number_alone() -> None:
+    scheduler = one_row()
+    first = scheduler.submit([1, 2], 4, priority=9)
+    assert started(scheduler) == [first]
+    scheduler.submit([1, 2], 4, priority=-9)
+    assert started(scheduler) == [first]
+
+
+def test_where_pages_run_out_the_highest_number_is_preempted_first() -> None:
+    scheduler = Scheduler(rows=3, pages=6, page=8, chunk=8, capacity=48)
+    requests = [scheduler.submit([1, 2], 40, priority=number) for number in (1, 9, 0)]
+    assert len(started(scheduler)) == 3
+    while chunks := scheduler.next_reads():
+        for chunk in chunks:
+            scheduler.was_read(chunk, None)
+    while not scheduler.preemptions:
+        scheduler.reserve(8)
+        for row in scheduler.running:
+            scheduler.decoded(row, [3] * 8, done=False)
+        scheduler.check()
+    assert [request.state for request in requests] == ["running", "waiting", "running"]
+
+
+def test_who_has_waited_for_long_goes_before_all_numbers() -> None:
+    scheduler = one_row(urgent_after=3)
+    first = scheduler.submit([1, 2], 4)
+    started(scheduler)
+    late = scheduler.submit([1, 2], 4, priority=100)
+    for _ in range(3):
+        scheduler.reserve(1)
+    favoured = scheduler.submit([1, 2], 4, priority=-100)
+    scheduler.cancel(first)
+    assert started(scheduler) == [late]
+    scheduler.cancel(late)
+    assert started(scheduler) == [favoured]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_priorities_starve_nobody(seed) -> None:
+    """Check that each request ends while requests with lower numbers keep coming."""
+    rng = random.Random(seed)
+    scheduler = Scheduler(rows=2, pages=7, page=8, chunk=8, capacity=48, urgent_after=20)
+    slow = [scheduler.submit([1, 2, 3], 30, priority=50) for _ in range(3)]
+    for _ in range(2000):
+        if scheduler.waiting < 6:
+            scheduler.submit([1] * rng.randint(1, 8), 20, priority=rng.randint(0, 3))
+        scheduler.can_go_on()
+        for chunk in scheduler.next_reads():
+            scheduler.was_read(chunk, None)
+        if not scheduler.running:
+            continue
+        scheduler.reserve(4)
+        for row in scheduler.running:
+            request = scheduler.request_of(row)
+            room = request.max_length - len(request.tokens)
+            count = min(rng.randint(1, 4), room)
+            scheduler.decoded(row, [4] * count, done=count == room)
+        scheduler.check()
+        if all(request.state == "done" for request in slow):
+            return
+    raise AssertionError([request.state for request in slow])

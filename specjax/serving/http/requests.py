@@ -126,6 +126,7 @@ class TextRequest:
             chat's template writes them itself.
         chat_template_kwargs: the arguments of the chat template beside the messages.
         cache_salt: the scope of prefix caching.
+        priority: the number by which waiting requests are ordered, the lower first.
         ignored: the unknown names in the request, in its order.
 
     Examples:
@@ -155,6 +156,7 @@ class TextRequest:
     add_special_tokens: bool = True
     chat_template_kwargs: Settings = field(default_factory=dict)
     cache_salt: str = ""
+    priority: int = 0
     ignored: tuple[str, ...] = ()
 
 
@@ -275,6 +277,10 @@ class _TextFields(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    priority: (
+        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="from -2**31 to 2**31 - 1")]
+        | None
+    ) = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     add_special_tokens: bool | None = None
     prediction: _Prediction | None = None
@@ -364,7 +370,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "prompt_embeds": (),
     "mm_processor_kwargs": ({},),
-    "priority": (0,),
     "top_a": (0,),
     "typical_p": (1,),
     "mirostat_mode": (0,),
@@ -763,6 +768,7 @@ def _request(
         continuous_usage=bool(options.continuous_usage_stats),
         include_accepted=bool(options.include_accepted),
         cache_salt=fields.cache_salt or "",
+        priority=fields.priority or 0,
         **checked,
     )
 

@@ -280,6 +280,7 @@ class Service:
             "prediction": prediction,
             "spans": request.include_accepted,
             "cache_salt": request.cache_salt,
+            "priority": request.priority,
             "is_chat": request.is_chat,
         }
         for tokens, count in zip(prompts, max_new_tokens, strict=True):

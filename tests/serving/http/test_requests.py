@@ -377,9 +377,10 @@ def test_special_tokens_may_be_left_out_of_a_prompt_and_are_a_template_s_in_a_ch
 
 
 @both
-def test_a_salt_is_kept_and_no_priority_is_given(kind: str) -> None:
+def test_a_salt_and_a_priority_are_read(kind: str) -> None:
     assert (read(kind).cache_salt, read(kind, cache_salt="mine").cache_salt) == ("", "mine")
     assert read(kind, priority=0) == read(kind)
+    assert read(kind, priority=-7).priority == -7
 
 
 @both
@@ -406,7 +407,7 @@ WRONG = [
     ("stream_options", [{"include_usage": True}, []]),
     ("ignore_eos", [1, "yes"]),
     ("cache_salt", ["", "x" * 257, 5, ["a"]]),
-    ("priority", [1, -1, "0", False]),
+    ("priority", [2**31, "0", False, 0.5]),
     (
         "prediction",
         [
