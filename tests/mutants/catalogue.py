@@ -388,16 +388,6 @@ CATALOGUE = (
         breaks="A text in a call without masks may have forced text in other tokens than the canonical ones.",
     ),
     Mutant(
-        name="rows-that-left-their-grammar-do-not-go-back",
-        file="specjax/serving/constrained_calls.py",
-        old="self._device.restore_rows(before, has_left)",
-        new="pass",
-        tests=(
-            "tests/serving/test_free_calls.py::test_every_text_is_the_oracles[free-chain-plain]",
-        ),
-        breaks="A row whose text left its grammar in a call without masks keeps the state after that call.",
-    ),
-    Mutant(
         name="siblings-masked-as-a-chain",
         file="specjax/grammars/matcher.py",
         old="children[parents[node]].append(node)",
