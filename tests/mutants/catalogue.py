@@ -1570,8 +1570,8 @@ CATALOGUE = (
     Mutant(
         name="the-oldest-gives-way",
         file="specjax/serving/scheduler.py",
-        old="return max(rows, key=lambda row: self._contents(row).request.order)",
-        new="return min(rows, key=lambda row: self._contents(row).request.order)",
+        old="return max(rows, key=lambda row: self._contents(row).request.rank)",
+        new="return min(rows, key=lambda row: self._contents(row).request.rank)",
         tests=(
             "tests/serving/test_scheduler.py::test_the_newest_gives_way_and_is_read_again_with_its_tokens",
         ),
