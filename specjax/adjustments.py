@@ -1,7 +1,7 @@
 """Penalties, biases and banned words: what rows change about the logits before temperature.
 
-The order is that of vLLM: repetition, frequency and presence penalties, then biases, then banned
-and allowed tokens. `adjusted` is the only definition, for the target and every drafter.
+The order: repetition, frequency and presence penalties, then biases, then banned and allowed
+tokens. `adjusted` is the only definition, for the target and every drafter.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ _IN_PROMPT = 1 << 30
 NO_TOKEN = -1
 """Fills up paths and words. It is no token's id."""
 
-_BEFORE_TEXT = -2
+BEFORE_TEXT = -2
 """Stands in `Adjustments.tail` for a position before the generated text. It matches no word."""
 
 
@@ -79,7 +79,7 @@ class Adjustments:
             for index, word in enumerate(row_words):
                 packed[row, index, longest - len(word) :] = word
         counts = np.zeros((len(texts), vocab_size), np.int32)
-        tail = np.full((len(texts), longest - 1), _BEFORE_TEXT, np.int32)
+        tail = np.full((len(texts), longest - 1), BEFORE_TEXT, np.int32)
         for row, (text, length) in enumerate(zip(texts, prompt_lengths, strict=True)):
             generated = np.asarray(text[length:], np.int32)
             counts[row] = np.bincount(generated, minlength=vocab_size)

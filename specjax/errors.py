@@ -69,7 +69,8 @@ class LogitsError(RuntimeError):
         )
         super().__init__(
             f"{where} are invalid (NaN, +inf, or -inf for every token): check the target's"
-            ' weights, or load it with dtype="float32"'
+            ' weights, or load it with dtype="float32"; if tokens are banned (logit_bias,'
+            " allowed_token_ids, bad_words, min_new_tokens), ban fewer"
         )
 
 

@@ -62,6 +62,7 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
             widths=(rows,),
             capacity=capacity,
             grammars=params.grammar is not None,
+            penalties=params.has_adjustments or None,
         )
         self.capacity = self._engine.capacity
 

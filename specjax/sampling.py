@@ -161,7 +161,7 @@ _RECIPES = {
         np.float32, lambda x: np.abs(x) <= 2, "from -2 to 2; 0 is no penalty"
     ),
     "repetition_penalty": _Recipe(
-        np.float32, lambda x: (x > 0) & (x <= 10), "above 0, at most 10; 1 is no penalty"
+        np.float32, lambda x: (x >= 0.01) & (x <= 10), "from 0.01 to 10; 1 is no penalty"
     ),
 }
 """The recipe of each field of `Sampling`. `RowSampling` has a field of the same name."""
@@ -219,7 +219,7 @@ class Sampling:
             one_or_each(name, getattr(self, name))
 
     def __repr__(self) -> str:
-        """Return the class and the parameters that differ from `Sampling`'s defaults."""
+        """Return the class, the temperature and the parameters that differ from the defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         changed = {
             name: value
@@ -232,7 +232,9 @@ class Sampling:
     @property
     def has_penalties(self) -> bool:
         """True if any row has a penalty."""
-        return any(np.any(getattr(self, name) != none) for name, none in PENALTIES.items())
+        return any(
+            np.any(np.asarray(getattr(self, name)) != none) for name, none in PENALTIES.items()
+        )
 
     def with_explicit(self, **stated: Any) -> "Sampling":
         """Return these defaults, overridden by the parameters that a call states.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.arguments import is_whole
+from specjax.arguments import LARGEST_FLOAT, is_whole
 from specjax.errors import InputError
 from specjax.text import encode_continuation
 
@@ -148,16 +148,21 @@ def _pairs(logit_bias: Any) -> tuple[tuple[int, float], ...]:
     """Return the pairs of a mapping from token ids to numbers. JSON's ids are strings."""
     if logit_bias is None:
         return ()
-    if isinstance(logit_bias, tuple) and all(isinstance(pair, tuple) for pair in logit_bias):
+    if isinstance(logit_bias, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in logit_bias
+    ):
         logit_bias = dict(logit_bias)  # already checked pairs
     if not isinstance(logit_bias, Mapping):
         raise InputError(f"logit_bias={logit_bias!r}: give a mapping from token ids to numbers")
     pairs: dict[int, float] = {}
     for token, value in logit_bias.items():
         is_digits = isinstance(token, str) and token.isascii() and token.isdigit()
+        is_digits = is_digits and len(token) < 20
         (token_id,) = _ids("logit_bias", [int(token) if is_digits else token])
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not (value < math.inf):
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not is_number or not (
+            value <= LARGEST_FLOAT and (value >= -LARGEST_FLOAT or math.isinf(value))
+        ):
             raise InputError(f"logit_bias[{token}]={value!r}: give a number; -inf bans the token")
         pairs[token_id] = float(value)
     return tuple(sorted(pairs.items()))

@@ -25,6 +25,7 @@ from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
 from specjax.sampling import GREEDY, Rule, Sampling
 from specjax.templates import check_is_chat
+from specjax.token_biases import TokenBiases
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,8 @@ def _settle_drafter(
     if drafter is None:
         return None
     tokens, lengths = text.pad(ids)
+    if isinstance(options.biases, TokenBiases):
+        options = replace(options, biases=options.biases.encoded(generator.tokenizer))
     if options.grammar is not None:
         # The measurements do not run masked steps. The rule is the one of constrained texts.
         options = replace(options, grammar=None, rule=options.rule or "coupled")

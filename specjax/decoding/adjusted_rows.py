@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from specjax import sharding
-from specjax.adjustments import Adjustments
+from specjax.adjustments import BEFORE_TEXT, NO_TOKEN, Adjustments
 from specjax.decoding.row_arrays import HostOrDevice
-from specjax.decoding.state import DecodeState
+from specjax.decoding.state import DecodeState, place_adjustments
 from specjax.models.transformer import Target
 
 
@@ -41,10 +40,10 @@ def empty(target: Target, *, rows: int, words: int, word_tokens: int) -> Adjustm
         adjustments = Adjustments(
             counts=jnp.zeros((rows, vocab_size), jnp.int32),
             bias=jnp.zeros((rows, vocab_size), jnp.float32),
-            words=jnp.full((rows, words, word_tokens), -1, jnp.int32),
-            tail=jnp.full((rows, word_tokens - 1), -2, jnp.int32),
+            words=jnp.full((rows, words, word_tokens), NO_TOKEN, jnp.int32),
+            tail=jnp.full((rows, word_tokens - 1), BEFORE_TEXT, jnp.int32),
         )
-        return _placed(adjustments, target)
+        return place_adjustments(adjustments, target)
 
     return make()
 
@@ -54,16 +53,6 @@ def neutral(adjustments: Adjustments) -> Adjustments:
     _, words, word_tokens = adjustments.words.shape
     size = adjustments.counts.shape[1]
     return Adjustments.of_texts([[]], [0], size, sizes=(words, word_tokens))
-
-
-def _placed(adjustments: Adjustments, target: Target) -> Adjustments:
-    """Spread the rows over the mesh, as those of the decode state."""
-
-    def place(leaf: jax.Array) -> jax.Array:
-        axes = ("batch", *(None,) * (leaf.ndim - 1))
-        return sharding.constrain(leaf, axes, {}, target.mesh)
-
-    return jax.tree.map(place, adjustments)
 
 
 @partial(jax.jit, donate_argnames="adjustments")

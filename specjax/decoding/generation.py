@@ -17,7 +17,7 @@ from specjax.arguments import is_whole
 from specjax.decoding.constrained import FORCED, ConstrainedRows
 from specjax.decoding.loop import decode
 from specjax.decoding.options import GenerationOptions, Grammars, bucket, check_prompts
-from specjax.decoding.state import DecodeState, place_rows, prefill
+from specjax.decoding.state import DecodeState, place_adjustments, prefill
 from specjax.decoding.stats import Stats
 from specjax.drafters.base import Drafter, NoDraft, check_is_pytree
 from specjax.errors import GrammarError, InputError, LogitsError
@@ -319,9 +319,8 @@ def start(
     state = replace(state, sampling=replace(state.sampling, **sampling_fields))
     if adjustments is None:
         return drafter, state
-    adjustments = jax.tree.map(jnp.asarray, adjustments)
-    sampling = replace(state.sampling, adjustments=adjustments)
-    return drafter, place_rows(replace(state, sampling=sampling), target)
+    sampling = replace(state.sampling, adjustments=place_adjustments(adjustments, target))
+    return drafter, replace(state, sampling=sampling)
 
 
 _ANY_SAMPLING = {"greedy": False, "truncated": True, "rule": "independent"}

@@ -199,6 +199,11 @@ class GenerationOptions:
             biases = [self.biases or TokenBiases()] * batch
         else:
             biases = [row or TokenBiases() for row in self.biases]
+        if not all(isinstance(row, TokenBiases) for row in biases):
+            raise InputError(
+                f"biases={self.biases!r}: give specjax.token_biases.TokenBiases.of(...), or one for"
+                " each row"
+            )
         if len(biases) != batch:
             raise InputError(
                 f"biases: {len(biases)} of them; give one, or one for each of the {batch} rows"

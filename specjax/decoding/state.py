@@ -13,6 +13,7 @@ import numpy as np
 from flax import struct
 
 from specjax import sharding
+from specjax.adjustments import Adjustments
 from specjax.decoding.stats import Stats
 from specjax.drafters.base import Committed, Drafter, start_drafter
 from specjax.errors import InputError
@@ -219,6 +220,17 @@ def place_rows(state: DecodeState, target: Target) -> DecodeState:
         return sharding.constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)), {}, target.mesh)
 
     return jax.tree.map(place, state)
+
+
+@jax.jit
+def place_adjustments(adjustments: Adjustments, target: Target) -> Adjustments:
+    """Return adjustments on the device, with their rows spread over the mesh."""
+
+    def place(leaf: jax.Array) -> jax.Array:
+        axes = ("batch", *(None,) * (leaf.ndim - 1))
+        return sharding.constrain(leaf, axes, {}, target.mesh)
+
+    return jax.tree.map(place, adjustments)
 
 
 def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:

@@ -74,11 +74,15 @@ def compile_source(tokenizer: Any, source: str, limits: Mapping[str, Any] | None
     if not matcher.is_error():
         # Some errors, such as cycles of references, appear with the first mask only.
         mask = matcher.compute_bitmask()
-        if limits is not None and not matcher.is_error():
-            # Too many alternatives at the beginning are an error at the first token, whichever.
+        ends = set(tokenizer.eos_tokens)
+        tokens = [] if matcher.is_error() else _some_legal_tokens(mask, random.Random(0))
+        if tokens and tokens[0] not in ends:
+            # Too many alternatives at the beginning are an error at the first token, whichever. A
+            # grammar with max_tokens= or stop= cannot go back, which drafts need.
             trial = matcher.deep_copy()
-            tokens = _some_legal_tokens(mask, random.Random(0))
-            if trial.try_consume_tokens(tokens[:1]) != 1 and trial.is_error():
+            if trial.try_consume_tokens(tokens[:1]) == 1:
+                trial.rollback(1)
+            if trial.is_error():
                 return trial
     return matcher
 

@@ -26,7 +26,10 @@ _FLEXIBLE, _COMPACT = (
 
 @dataclass(frozen=True, init=False, repr=False)
 class Grammar:
-    """A set of texts. Use a subclass: `JsonSchema`, `JsonObject`, `Regex`, `Choice` or `Lark`.
+    """A set of texts.
+
+    Use a subclass: `JsonSchema`, `JsonObject`, `Regex`, `Choice`, `Lark`, `After` or
+    `StructuralTag`.
 
     Equal grammars are equal objects, so that each is compiled once.
 
@@ -220,6 +223,8 @@ _LARK_OPTIONS = {
     "%llguidance": r"%llguidance",
     "x-guidance": r"x-guidance",
     "the attribute temperature": r"\[[^]\n]*\btemperature\s*=",
+    "the attribute max_tokens": r"\[[^]\n]*\bmax_tokens\s*=",
+    "the attribute stop": r"\[[^]\n]*\bstop(_capture)?\s*=",
 }
 """Options of llguidance in a Lark grammar that are refused, with a pattern for each."""
 

@@ -202,8 +202,12 @@ class Matcher:
                     illegal += 1
                 elif token not in self._stop_ids:
                     started = time.thread_time()
-                    self._matcher.try_consume_tokens([token])
+                    consumed = self._matcher.try_consume_tokens([token])
                     self.seconds += time.thread_time() - started
+                    if consumed != 1:  # its mask was wrong
+                        self._check()
+                        illegal += 1
+                        continue
                     visit(child)
                     self._matcher.rollback(1)
 

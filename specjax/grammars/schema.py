@@ -108,7 +108,7 @@ class _Translator:
         for key in _MAPPINGS:
             if isinstance(parts := schema.get(key), dict):
                 for name, part in parts.items():
-                    self.visit(part, f"{place}.{key}.{name}")
+                    self.visit(part, f"{place}.{key}.{_short(name)}")
         for key in _LISTS:
             if isinstance(parts := schema.get(key), list):
                 for index, part in enumerate(parts):
@@ -165,11 +165,17 @@ def _refuse(schema: Mapping[str, Any], place: str) -> None:
         )
 
 
+def _short(name: str) -> str:
+    """Return a key as a part of a place in a message: short, and valid Unicode."""
+    shown = name if len(name) <= 40 else f"{name[:37]}..."
+    return shown.encode(errors="replace").decode()
+
+
 def _check_value(value: Any, place: str) -> None:
     """Raise InputError if a value cannot be written, or changes as a 64-bit float."""
     if isinstance(value, dict):
         for key, part in value.items():
-            _check_value(part, f"{place}.{key}")
+            _check_value(part, f"{place}.{_short(key)}")
     elif isinstance(value, list):
         for index, part in enumerate(value):
             _check_value(part, f"{place}[{index}]")
@@ -195,7 +201,8 @@ def _translate_nullable(schema: dict[str, Any], place: str) -> None:
     types = schema.get("type")
     types = [types] if isinstance(types, str) else types
     values = schema.get("enum", [schema["const"]] if "const" in schema else [None])
-    if is_nullable is not True or not isinstance(types, list) or None not in values:
+    has_null = isinstance(values, list) and None in values
+    if is_nullable is not True or not isinstance(types, list) or not has_null:
         raise InputError(
             f"{place}.nullable={is_nullable!r}: it needs a type, and null among the values of enum;"
             ' use anyOf with {"type": "null"}'
@@ -206,6 +213,8 @@ def _translate_nullable(schema: dict[str, Any], place: str) -> None:
 def _translate_format(schema: dict[str, Any]) -> None:
     """Replace formats that llguidance ignores or reads too widely."""
     name = schema.get("format")
+    if not isinstance(name, str):
+        return  # llguidance refuses it
     if name in _FORMATS:
         del schema["format"]
         pattern = f"^{_FORMATS[name]}$"
@@ -214,7 +223,8 @@ def _translate_format(schema: dict[str, Any]) -> None:
         elif isinstance(schema.setdefault("allOf", []), list):
             schema["allOf"].append({"pattern": pattern})
     types = schema.get("type")
-    types = {types} if isinstance(types, str) else set(types or ())
+    listed = types if isinstance(types, list) else [types]
+    types = {name for name in listed if isinstance(name, str)}
     if name in _INTEGERS and "integer" in types and not types & {"string", "number"}:
         del schema["format"]
         # The bounds of 64 bits are no floating-point numbers; their neighbours are.

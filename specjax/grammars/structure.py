@@ -17,8 +17,10 @@ Nodes:
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from specjax.errors import InputError
@@ -54,18 +56,21 @@ class AddedTokens:
     def split(self, text: str) -> list[str | int]:
         """Return the pieces of a text: added tokens by their ids, and what is between them."""
         pieces: list[str | int] = []
-        start, position = 0, 0
-        while position < len(text):
-            fitting = [
-                i for i, content in self.contents.items() if text.startswith(content, position)
-            ]
-            if not fitting:
-                position += 1
-                continue
-            longest = max(fitting, key=lambda index: len(self.contents[index]))
-            pieces += [text[start:position], longest]
-            start = position = position + len(self.contents[longest])
+        start = 0
+        for match in self._pattern.finditer(text) if self.contents else ():
+            pieces += [text[start : match.start()], self._ids[match[0]]]
+            start = match.end()
         return [piece for piece in [*pieces, text[start:]] if piece != ""]
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {content: token for token, content in self.contents.items()}
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        """An expression that finds an added token; of several that begin alike, the longest."""
+        longest_first = sorted(filter(None, self._ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def content(self, token: int | str) -> str:
         """Return the text of an added token.

@@ -10,6 +10,9 @@ from specjax.grammars.grammar import Grammar, JsonSchema, Lark, check_grammar
 from specjax.grammars.notation import regex_terminal
 from specjax.grammars.structure import Node, node_of_source, structure_source
 
+MAX_ENTRIES = 256
+"""The largest number of entries of a list in a structural tag, such as its tags."""
+
 
 class After(Grammar):
     """Free text up to a trigger, and texts of another grammar after it.
@@ -156,14 +159,24 @@ class _Fields:
         """Return a list that is not empty."""
         value = self.require(name)
         if not isinstance(value, list) or not value:
-            raise InputError(f"{self.path}.{name}={value!r}: give a list that is not empty")
+            raise InputError(
+                f"{self.path}.{name}={reprlib.repr(value)}: give a list that is not empty"
+            )
+        self._check_length(name, value)
         return value
+
+    def _check_length(self, name: str, value: Sequence[Any]) -> None:
+        if len(value) > MAX_ENTRIES:
+            raise InputError(
+                f"{self.path}.{name}: it has {len(value)} entries; give at most {MAX_ENTRIES}"
+            )
 
     def strings(self, name: str, default: Sequence[str] | None = None) -> list[str]:
         """Return a list of strings, none of them empty."""
         value = self._value.get(name, default)
         if not isinstance(value, list) or not all(isinstance(s, str) and s for s in value):
-            raise InputError(f"{self.path}.{name}={value!r}: give a list of strings")
+            raise InputError(f"{self.path}.{name}={reprlib.repr(value)}: give a list of strings")
+        self._check_length(name, value)
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:

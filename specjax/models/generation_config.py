@@ -54,8 +54,8 @@ _SAMPLING: Mapping[str, Field] = {
     ),
     "min_p": number(0, 1, default=None),
     "repetition_penalty": Field(
-        "a number above 0 and at most 10; 1 is no penalty",
-        lambda value: type(value) in (int, float) and 0 < value <= 10,
+        "a number from 0.01 to 10; 1 is no penalty",
+        lambda value: type(value) in (int, float) and 0.01 <= value <= 10,
         default=None,
     ),
 }

@@ -245,18 +245,21 @@ def _penalties(target: Target, defaults: Sampling | None, stated: bool | None) -
             does not support them.
     """
     has_own = defaults is not None and defaults.has_penalties
-    if stated is False and has_own:
-        raise InputError(
-            f"penalties=False: the checkpoint's own parameters are {defaults}; give penalties=True,"
-            " or load it with generation_config=None"
+    if (stated or has_own) and sharding.spans_processes(target.mesh):
+        advice = (
+            "load it with generation_config=None (--generation-config none)"
+            if has_own
+            else "give penalties=False"
         )
-    penalties = has_own if stated is None else stated
-    if penalties and sharding.spans_processes(target.mesh):
-        advice = "load it with generation_config=None" if has_own else "give penalties=False"
         raise InputError(
             f"penalties: they are not supported on a mesh that spans processes; {advice}"
         )
-    return penalties
+    if stated is False and has_own:
+        raise InputError(
+            f"penalties=False: the checkpoint's own parameters are {defaults}; give penalties=True"
+            " (--penalties on), or load it with generation_config=None (--generation-config none)"
+        )
+    return has_own if stated is None else stated
 
 
 def _check_sizes(

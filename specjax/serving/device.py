@@ -569,6 +569,7 @@ class EngineDevice:
         Returns:
             The seconds of a step, by number of rows and index of the drafter.
         """
+        self.is_adjusting = False
         table, text = self._placeholders(settings)
         (programs or Programs(self.programs(settings), threading.Condition())).compile_stage(
             None, f"compiling, {self.sizes.rows} rows"
@@ -828,6 +829,7 @@ class EngineDevice:
 
         All rows must be free. The KV cache is not changed.
         """
+        self.is_adjusting = False
         table, text = self._placeholders(settings)
         # Out of range, so that nothing is written to any page.
         table = np.full_like(table, self.sizes.pages)

@@ -320,7 +320,8 @@ class EngineLoop:
         if not self.programs.are_ready(*MASKED, "copy_rows", "restore_rows"):
             needs.append("grammars")
         # Requests with penalties may have a grammar or log-probabilities, too.
-        if not self.programs.are_ready("read", "decode", "adjust", *MASKED, *ADJUSTING):
+        kinds = "read", "decode", "adjust", "rearrange", "rearrange_adjusted"
+        if not self.programs.are_ready(*kinds, *MASKED, *ADJUSTING):
             needs.append("penalties")
         are_ready = [is_ready("verify", width) for width in sizes.widths]
         if self.device.remote_drafter is not None:

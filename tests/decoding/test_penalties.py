@@ -283,7 +283,7 @@ def test_where_no_token_is_left_a_text_ends_with_an_error() -> None:
         ({"bad_words": [[token] for token in range(VOCABULARY)]}, "no token is left"),
         ({"presence_penalty": 2.5}, "presence_penalty=2.5"),
         ({"frequency_penalty": math.nan}, "frequency_penalty=nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0:"),
     ],
     ids=str,
 )

@@ -45,6 +45,8 @@ class RequestError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        # Half a character, which a request may have escaped, cannot be sent back.
+        message = message.encode(errors="replace").decode()
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})

@@ -97,6 +97,12 @@ def _of_response_format(value: Mapping[str, Any]) -> Grammar | None:
     A text always satisfies the schema, whether ``strict`` is true or not.
     """
     kind = value.get("type")
+    fields = {"text": (), "json_object": (), "json_schema": ("json_schema",)}.get(str(kind))
+    unknown = [key for key in value if fields is not None and key not in ("type", *fields)]
+    if unknown:
+        raise _not_supported(
+            "response_format", f"{unknown[0][:40]!r} beside type={kind!r}", "the type alone"
+        )
     if kind == "text":
         return None
     if kind == "json_object":

@@ -4,6 +4,7 @@ A line never has text of a prompt or an answer. The records go to the logger `LO
 fields of the line in the attribute ``request``; `show_requests` prints them.
 """
 
+import json
 import logging
 import re
 import sys
@@ -100,6 +101,9 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception:
+            status = status or 500  # Starlette answers it, outside of this middleware
+            raise
         finally:
             path = scope["path"]
             line = {
@@ -110,7 +114,8 @@ class RequestLog:
                 "seconds": _rounded(time.perf_counter() - started),
             } | record.of_texts()
             level = logging.DEBUG if path in _QUIET and status < 400 else logging.INFO
-            LOGGER.log(level, "%s", as_text(line), extra={"request": line})
+            if LOGGER.isEnabledFor(level):
+                LOGGER.log(level, "%s", as_text(line), extra={"request": line})
 
 
 def record_of(scope: Scope) -> RequestRecord:
@@ -124,7 +129,7 @@ def as_text(line: dict[str, Any]) -> str:
     Examples:
         >>> from specjax.serving.http.request_log import as_text
         >>> as_text({"id": "a1", "path": "/v1/a b", "first_token_seconds": None, "status": 404})
-        "id=a1 path='/v1/a b' status=404"
+        'id=a1 path="/v1/a b" status=404'
     """
     return " ".join(f"{name}={_plain(value)}" for name, value in line.items() if value is not None)
 
@@ -138,8 +143,9 @@ def show_requests(form: Format) -> None:
     """
     for handler in [*LOGGER.handlers]:
         LOGGER.removeHandler(handler)
-    LOGGER.propagate = form == "off"
+    LOGGER.propagate = False
     if form == "off":
+        LOGGER.setLevel(logging.CRITICAL + 1)
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
@@ -175,7 +181,8 @@ def _request_id(scope: Scope) -> str:
 def _plain(value: Any) -> str:
     """Return a value as a word, in quotes if it would not be one. It stays on one line."""
     text = str(value)
-    return text if re.fullmatch(r"[!#-&(-~]+", text) and "=" not in text else repr(text)
+    is_word = re.fullmatch(r"[!#-&(-<>-\[\]-~]+", text)  # without quotes, "=" and backslashes
+    return text if is_word else json.dumps(text)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -45,6 +45,9 @@ MAX_STOP_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 256
 """The largest number of characters of a ``cache_salt``."""
 
+MAX_GRAMMAR_BYTES = 2**20
+"""The largest number of bytes of a parameter that states a grammar."""
+
 MAX_BIASES = 1024
 """The largest number of tokens of a ``logit_bias``."""
 
@@ -265,7 +268,7 @@ class _TextFields(msgspec.Struct, kw_only=True):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: (
-        Annotated[float, Meta(gt=0, le=10, description="above 0 and at most 10")] | None
+        Annotated[float, Meta(ge=0.01, le=10, description="from 0.01 to 10")] | None
     ) = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
@@ -543,6 +546,9 @@ def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tupl
         else:
             ignored.append(name)
     _check_counts(raw, limits)
+    for name in GRAMMAR_PARAMETERS:
+        if (size := len(bytes(raw.get(name, b"")))) > MAX_GRAMMAR_BYTES:
+            raise invalid(name, f"{name}: it has {size} bytes; give at most {MAX_GRAMMAR_BYTES}")
     model = _value("model", raw["model"], types["model"]) if "model" in raw else UNSET
     _check_model(model, limits, may_be_left_out=not is_text)
     fields = kind(**{name: _value(name, raw[name], types[name]) for name in types if name in raw})
@@ -788,7 +794,7 @@ def _refuse_penalties(params: SamplingParams) -> NoReturn:
     neutral = SamplingParams(temperature=params.temperature)
     names = (*PENALTIES, "logit_bias", "allowed_token_ids", "bad_words")
     name = next(name for name in names if getattr(params, name) != getattr(neutral, name))
-    message = f"{name}: this server has no penalties (--penalties off); leave it out"
+    message = f"{name}: this server has no penalties; leave it out"
     raise invalid(name, message, code="unsupported_parameter")
 
 
@@ -800,7 +806,9 @@ def _biases(fields: _TextFields, limits: Limits) -> dict[str, Any]:
             "logit_bias", f"logit_bias: it has {len(bias)} tokens; give at most {MAX_BIASES}"
         )
     for token in bias:
-        if not (token.isascii() and token.isdigit() and int(token[:20]) < limits.vocab_size):
+        # Its own digits: "07" would be a second name of token 7.
+        is_id = token.isascii() and token.isdigit() and len(token) < 20 and str(int(token)) == token
+        if not is_id or int(token) >= limits.vocab_size:
             message = (
                 f"logit_bias: {_shown(token)} is not a token id; give ids from 0 to"
                 f" {limits.vocab_size - 1}"

@@ -39,7 +39,7 @@ def lines(caplog) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _captured(caplog):
-    show_requests("off")  # so that the records reach pytest
+    LOGGER.propagate = True  # so that the records reach pytest
     caplog.set_level(logging.DEBUG, LOGGER.name)
 
 
@@ -110,4 +110,5 @@ def test_lines_are_printed_as_text_or_as_json(app, capsys) -> None:
 
 
 def test_a_word_that_could_be_misread_is_quoted() -> None:
-    assert as_text({"path": "/a\nid=2", "model": "m=1"}) == "path='/a\\nid=2' model='m=1'"
+    line = {"path": "/a\nid=2", "model": "m=1", "id": '"', "of": "50%", "back": "\\"}
+    assert as_text(line) == r'path="/a\nid=2" model="m=1" id="\"" of=50% back="\\"'
