@@ -270,9 +270,9 @@ def test_what_real_clients_send_is_answered(client: openai.OpenAI, case: dict[st
 def test_errors_are_the_clients_own(client: openai.OpenAI, server: Server) -> None:
     with pytest.raises(openai.NotFoundError, match="the server does not have it"):
         client.completions.create(model="gpt-4o", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="frequency_penalty") as caught:
-        client.completions.create(model="tiny", prompt="a", frequency_penalty=0.5)
-    assert (caught.value.param, caught.value.code) == ("frequency_penalty", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError, match="suffix") as caught:
+        client.completions.create(model="tiny", prompt="a", suffix="b")
+    assert (caught.value.param, caught.value.code) == ("suffix", "unsupported_parameter")
     with pytest.raises(openai.BadRequestError, match=f"{CAPACITY}"):
         client.completions.create(model="tiny", prompt=[5] * CAPACITY, max_tokens=1)
     with pytest.raises(openai.BadRequestError, match="top_p"):
