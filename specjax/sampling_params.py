@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from specjax.arguments import LARGEST_FLOAT, check_size, is_whole, one_or_each
@@ -10,7 +10,7 @@ from specjax.decoding.options import GenerationOptions, check_ids
 from specjax.errors import InputError, check_options
 from specjax.grammars import Grammar
 from specjax.grammars.grammar import check_grammar
-from specjax.sampling import GREEDY, SAMPLING_NAMES, Sampling, check_seed, make_key
+from specjax.sampling import GREEDY, PENALTIES, SAMPLING_NAMES, Sampling, check_seed, make_key
 from specjax.token_biases import TokenBiases
 
 
@@ -145,6 +145,13 @@ class SamplingParams(Sampling):
     def has_adjustments(self) -> bool:
         """True if there is a penalty, a bias, or a token or word that is banned."""
         return self.has_penalties or not self.biases.is_neutral
+
+    @property
+    def first_adjustment(self) -> str:
+        """The name of the first penalty, bias or ban, for errors; "" if there is none."""
+        names = (*PENALTIES, "logit_bias", "allowed_token_ids", "bad_words")
+        neutral = {field.name: field.default for field in fields(self)}
+        return next((name for name in names if getattr(self, name) != neutral[name]), "")
 
     def options(self) -> GenerationOptions:
         """Return the options of a batch with one row."""

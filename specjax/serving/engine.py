@@ -25,7 +25,6 @@ from specjax.errors import InputError, check_options
 from specjax.grammars import CompiledGrammar, Grammar, Matcher
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
-from specjax.sampling import PENALTIES
 from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
 from specjax.serving.clients import ClientRow, Listener
@@ -352,7 +351,7 @@ class Engine:
         params = SamplingParams.of(params, stated, function=self.open_row)
         if params.has_adjustments:
             raise InputError(
-                f"{_first_adjustment(params)}: not supported for clients that draft; leave it out"
+                f"{params.first_adjustment}: not supported for clients that draft; leave it out"
             )
         settings, matcher = self._config.settings(params, length), None
         if params.grammar is not None:
@@ -519,8 +518,10 @@ class Engine:
         if not params.has_adjustments:
             return None
         if not self._config.penalties:
-            name = _first_adjustment(params)
-            raise InputError(f"{name}: this engine has no penalties; give Engine(penalties=True)")
+            raise InputError(
+                f"{params.first_adjustment}: this engine has no penalties; give"
+                " Engine(penalties=True)"
+            )
         biases = params.biases
         if self.tokenizer is not None:
             biases = biases.encoded(self.tokenizer)
@@ -618,10 +619,3 @@ def _is_tokens(prompt: Any) -> bool:
     return not isinstance(prompt, str) and all(
         isinstance(token, int | np.integer) for token in prompt
     )
-
-
-def _first_adjustment(params: SamplingParams) -> str:
-    """Return the name of a penalty, bias or ban that a request has."""
-    neutral = SamplingParams()
-    names = (*PENALTIES, "logit_bias", "allowed_token_ids", "bad_words")
-    return next(name for name in names if getattr(params, name) != getattr(neutral, name))

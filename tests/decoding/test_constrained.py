@@ -75,7 +75,7 @@ DRAFTERS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "sampled tree": lambda target, model: DraftModel(model, draft=SampledTree((2, 2))),
     "EAGLE-3 of few tokens": lambda target, model: specjax.Eagle3.init(
-        target, jax.random.key(5), draft=Chain(3), ids=np.arange(0, VOCABULARY, 2)
+        target, jax.random.key(5), draft=Chain(3), ids=np.arange(0, target.config.vocab_size, 2)
     ),
 }
 

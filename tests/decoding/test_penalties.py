@@ -15,15 +15,16 @@ import pytest
 import specjax
 from specjax.adjustments import NO_TOKEN, Adjustments, adjusted
 from specjax.decoding import verification
-from specjax.drafters import DraftModel, PromptLookup, candidates
+from specjax.drafters import candidates
 from specjax.drafts.draft import Draft
-from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
+from specjax.drafts.shapes import StaticTree
 from specjax.errors import InputError, LogitsError
 from specjax.evaluation import conformance
 from specjax.evaluation.conformance import FALSE_ALARM, g_test
 from specjax.sampling import position_keys, position_noise
 from specjax.token_biases import TokenBiases
 from tests.conftest import compilations, tiny_target
+from tests.decoding import test_constrained
 from tests.grammars.oracle import truncated
 
 VOCABULARY, NEW, ROOM = 7, 20, 32
@@ -116,21 +117,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "drawn": {"temperature": 0.8},
     "truncated": {"temperature": 1.2, "top_k": 3, "min_p": 0.05},
 }
-DRAFTERS: dict[str, Callable[[Any, Any], Any]] = {
-    "none": lambda target, model: None,
-    "prompt lookup": lambda target, model: PromptLookup(draft=3),
-    "the target itself": lambda target, model: DraftModel(target, draft=Chain(4)),
-    "chain": lambda target, model: DraftModel(model, draft=Chain(3)),
-    "dynamic tree": lambda target, model: DraftModel(
-        model, draft=DynamicTree(top_k=3, depth=3, nodes=8)
-    ),
-    "static tree": lambda target, model: DraftModel(
-        model, draft=StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
-    ),
-    "sampled tree": lambda target, model: DraftModel(model, draft=SampledTree((2, 2))),
-    "EAGLE-3 of few tokens": lambda target, model: specjax.Eagle3.init(
-        target, jax.random.key(5), draft=Chain(3), ids=np.arange(0, VOCABULARY, 2)
-    ),
+DRAFTERS: dict[str, Callable[[Any, Any], Any]] = test_constrained.DRAFTERS | {
     "Medusa": lambda target, model: specjax.drafters.Medusa.init(
         target, jax.random.key(6), draft=StaticTree(((0,), (1,), (0, 0), (1, 0)))
     ),

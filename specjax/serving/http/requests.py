@@ -10,14 +10,14 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from specjax.arguments import LARGEST, LARGEST_FLOAT
 from specjax.errors import InputError
-from specjax.sampling import PENALTIES, SAMPLING_NAMES, Sampling
+from specjax.sampling import SAMPLING_NAMES, Sampling
 from specjax.sampling_params import SamplingParams
 from specjax.serving.http.errors import RequestError, invalid
 from specjax.serving.http.grammars import PARAMETERS as GRAMMAR_PARAMETERS
@@ -758,7 +758,9 @@ def _request(
     except InputError as error:  # an error of the defaults, because stated values are within bounds
         raise RequestError(400, str(error)) from None
     if params.has_adjustments and not limits.has_penalties:
-        _refuse_penalties(params)
+        name = params.first_adjustment
+        message = f"{name}: this server has no penalties; leave it out"
+        raise invalid(name, message, code="unsupported_parameter")
     return TextRequest(
         model=str(fields.model),
         prompts=prompts,
@@ -787,15 +789,6 @@ def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
     if stated["top_p"] == 0:
         raise invalid("top_p", "top_p=0: must be above 0; for greedy sampling give temperature 0")
     return limits.default_sampling.with_explicit(**stated)
-
-
-def _refuse_penalties(params: SamplingParams) -> NoReturn:
-    """Raise RequestError for a penalty or bias, because the server has none."""
-    neutral = SamplingParams(temperature=params.temperature)
-    names = (*PENALTIES, "logit_bias", "allowed_token_ids", "bad_words")
-    name = next(name for name in names if getattr(params, name) != getattr(neutral, name))
-    message = f"{name}: this server has no penalties; leave it out"
-    raise invalid(name, message, code="unsupported_parameter")
 
 
 def _biases(fields: _TextFields, limits: Limits) -> dict[str, Any]:
