@@ -176,7 +176,7 @@ def test_the_distribution_is_the_one_without_ends(rule, draws) -> None:
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("rule", ["block", pytest.param("siblings", marks=pytest.mark.thorough)])
 def test_a_target_that_is_not_masked_fails(rule, monkeypatch) -> None:
-    monkeypatch.setattr(verification, "without_stop_tokens", lambda logits, *_: logits)
+    monkeypatch.setattr(verification, "before_temperature", lambda logits, *_, **__: logits)
     assert p_value(rule, 25_000) < conformance.FALSE_ALARM
 
 

@@ -240,8 +240,9 @@ class Host:
         return progress.replace(tokens=tokens, accepted=accepted)
 
     def catch_up(self) -> None:
+        room = self.state.drafter.pending.output.hidden.shape[1]
         self.state = rows.catch_up(
-            self.target, self.drafter, self.state, self.table, width=len(self.table)
+            self.target, self.drafter, self.state, self.table, width=len(self.table), most=room
         )
 
     def leave(self, row: int) -> None:

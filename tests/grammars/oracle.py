@@ -40,7 +40,9 @@ def constrained(logits: np.ndarray, legal: np.ndarray, setting: dict[str, Any]) 
     """Return p ``[V]`` of the law: over kept legal tokens, or over truncated legal ones."""
     logits = logits.astype(np.float64)
     if setting.get("temperature") == 0:
-        return np.eye(len(logits))[np.argmax(np.where(legal, logits, -np.inf))]
+        p = np.zeros(len(logits))
+        p[np.argmax(np.where(legal, logits, -np.inf))] = 1
+        return p
     truncated_p = truncated(logits, setting)
     if (truncated_p[legal] > 0).any():
         p = np.where(legal, truncated_p, 0)
