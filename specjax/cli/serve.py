@@ -64,6 +64,8 @@ class ServeConfig:
         port: port to listen at; 0 is any free port.
         api_key_file: file with the API keys that clients must send, one per line.
         no_api_key: allow everybody who can reach the server.
+        share_prefixes: let the requests of all API keys share cached prefixes. Without this option
+            each key has its own, so that nobody can detect the prompts of others by their time.
         tls_cert: file with the server's certificate (PEM), to serve https; requires tls_key.
         tls_key: file with the certificate's private key, without a password.
         chat_template: file with a Jinja chat template that replaces the tokenizer's own.
@@ -131,6 +133,7 @@ class ServeConfig:
     port: int = 8000
     api_key_file: str = ""
     no_api_key: bool = False
+    share_prefixes: bool = False
     tls_cert: str = ""
     tls_key: str = ""
     chat_template: str = ""
@@ -209,6 +212,7 @@ def run_serve(config: ServeConfig) -> int:
                 cors_origins=config.cors_origin,
                 client_sessions=config.client_sessions or None,
                 trusted_proxies=config.trusted_proxy,
+                share_prefixes=config.share_prefixes,
             )
             where = run.address(bound, tls is not None)
             message = (

@@ -20,6 +20,7 @@ from specjax.drafts import tree
 from specjax.errors import GrammarError, InputError, LogitsError
 from specjax.grammars import Matcher
 from specjax.serving.device import EngineDevice
+from specjax.serving.pages import Tenant
 from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
 
 
@@ -296,8 +297,10 @@ class Clients:
         sent_tokens: int,
         settings: dict[str, Any],
         listener: Listener,
-        owner: str = "",
-        matcher: Matcher | None = None,
+        *,
+        owner: str,
+        tenant: Tenant,
+        matcher: Matcher | None,
     ) -> ClientRow:
         """Open a row, as `specjax.serving.Engine.open_row` describes. It needs the lock."""
         if not 1 <= prompt_length <= len(tokens):
@@ -321,6 +324,7 @@ class Clients:
             shares=shares,
             is_client=True,
             owner=owner,
+            tenant=tenant,
             needs="clients" if matcher is None else "clients' grammars",
         )
         row = ClientRow(self, request, settings, listener, sent_tokens, matcher)

@@ -32,6 +32,7 @@ from specjax.serving.config import EngineConfig
 from specjax.serving.device import MAX_WORD_TOKENS, MAX_WORDS, ClientDrafts
 from specjax.serving.engine_loop import EngineLoop
 from specjax.serving.handle import Handle, OutputOptions
+from specjax.serving.pages import Tenant
 from specjax.serving.scheduler import Scheduler
 from specjax.serving.statistics import EngineStatistics
 from specjax.templates import Settings
@@ -211,6 +212,7 @@ class Engine:
         logprobs: int | None = None,
         echo: bool = False,
         spans: bool = False,
+        tenant: str = "",
         cache_salt: str = "",
         priority: int = 0,
         is_chat: bool | None = None,
@@ -235,9 +237,11 @@ class Engine:
             echo: whether to report the log-probabilities of the prompt, too, in the handle's
                 ``prompt_logprobs``. The whole prompt is then computed, without prefix caching.
             spans: whether to report `Piece.spans`.
-            cache_salt: the scope of prefix caching. Only requests with the same salt share
-                prefixes, so that others cannot detect the prompt by time or by
-                `Handle.cached_tokens`.
+            tenant: the name of the tenant that asks, such as a hash of its API key. Only requests
+                of the same tenant share prefixes, so that others cannot detect the prompt by time
+                or by `Handle.cached_tokens`.
+            cache_salt: a string that divides a tenant further: only requests of the same tenant
+                and the same salt share prefixes.
             priority: a number; requests with lower numbers get rows first, and are preempted last.
                 A text does not depend on it.
             is_chat: whether the text answers a chat. Of a model that writes in channels, such as
@@ -296,7 +300,7 @@ class Engine:
             settings,
             growing,
             options,
-            cache_salt=cache_salt,
+            tenant=Tenant(tenant, cache_salt),
             priority=int(priority),
         )
 
@@ -309,6 +313,7 @@ class Engine:
         known: int = 0,
         listener: Listener,
         owner: str = "",
+        tenant: str = "",
         **stated: Any,
     ) -> ClientRow:
         """Request a row for a client that drafts elsewhere, and return its handle at once.
@@ -334,6 +339,7 @@ class Engine:
                 `specjax.serving.clients.RowEvent`. It must return quickly.
             owner: the client's owner. The clients of one owner have at most ``client_rows`` rows at
                 a time, and further ones wait. Rows with an empty owner are not counted.
+            tenant: the name of the tenant, as in `submit`.
             stated: fields of `SamplingParams` by name, in place of ``params`` or to override them.
 
         Raises:
@@ -359,7 +365,15 @@ class Engine:
         with self._loop.wake:
             self._loop.check_open()
             return self._loop.clients.open(
-                tokens, length, params.max_new_tokens, known, settings, listener, owner, matcher
+                tokens,
+                length,
+                params.max_new_tokens,
+                known,
+                settings,
+                listener,
+                owner=owner,
+                tenant=Tenant(tenant),
+                matcher=matcher,
             )
 
     @property

@@ -42,6 +42,7 @@ from specjax.serving.device import (
     is_paused,
 )
 from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
+from specjax.serving.pages import Tenant
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
 from specjax.serving.statistics import EngineStatistics, copies_of, difference
@@ -132,7 +133,7 @@ class EngineLoop:
         growing: text.GrowingText | None,
         options: OutputOptions,
         *,
-        cache_salt: str,
+        tenant: Tenant,
         priority: int = 0,
     ) -> Handle:
         """Add a request to the queue, and return its handle.
@@ -156,7 +157,7 @@ class EngineLoop:
                 max_new_tokens,
                 shares=shares,
                 needs=needs,
-                salt=cache_salt,
+                tenant=tenant,
                 priority=priority,
             )
             handle = Handle(self._cancel, request, settings, growing, options)

@@ -3,26 +3,44 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-ChunkKey = tuple[int | str, ...]
+
+class Tenant(NamedTuple):
+    """The tenant that a request belongs to. Requests of different tenants share no prefixes.
+
+    Attributes:
+        name: the application's name of the tenant, such as a hash of its API key.
+        salt: a request's own ``cache_salt``, which divides a tenant further.
+    """
+
+    name: str = ""
+    salt: str = ""
+
+
+NO_TENANT = Tenant()
+"""The tenant of requests that name none. They share prefixes with each other."""
+
+ChunkKey = tuple[Tenant | int, ...]
 """The tokens of a chunk and the next token, which identify it; see `chunk_key`."""
 
 
-def chunk_key(tokens: Sequence[int], start: int, end: int, salt: str = "") -> ChunkKey:
+def chunk_key(tokens: Sequence[int], start: int, end: int, tenant: Tenant = NO_TENANT) -> ChunkKey:
     """Return the key that identifies a chunk of a prompt below the chunk before it.
 
-    The key of a first chunk begins with the ``salt``, if there is one. So only prompts with the
-    same salt share chunks.
+    The key of a first chunk begins with the ``tenant``. So only prompts of the same tenant share
+    chunks.
 
     Examples:
-        >>> from specjax.serving.pages import chunk_key
-        >>> chunk_key([7, 8, 9, 1], 0, 2), chunk_key([7, 8, 9, 1], 0, 2, "mine")
-        ((7, 8, 9), ('mine', 7, 8, 9))
+        >>> from specjax.serving.pages import Tenant, chunk_key
+        >>> chunk_key([7, 8, 9, 1], 0, 2, Tenant("shop"))
+        (Tenant(name='shop', salt=''), 7, 8, 9)
+        >>> chunk_key([7, 8, 9, 1], 2, 3, Tenant("shop"))
+        (9, 1)
     """
     key = tuple(tokens[start : end + 1])
     # Later chunks are looked up below the first one.
-    return (salt, *key) if salt and start == 0 else key
+    return key if start else (tenant, *key)
 
 
 DROPPED = object()
@@ -127,16 +145,16 @@ class PagePool:
         self._free.extend(pages)
 
     def find(
-        self, tokens: Sequence[int], chunk: int, max_length: int, salt: str = ""
+        self, tokens: Sequence[int], chunk: int, max_length: int, tenant: Tenant = NO_TENANT
     ) -> list[Prefix]:
-        """Return the longest chain of prefixes that ``tokens`` with this ``salt`` begin with.
+        """Return the longest chain of the ``tenant``'s prefixes that ``tokens`` begin with.
 
         The chain has at most ``max_length`` tokens, and its last prefix has a prefix state.
         """
         chain: list[Prefix] = []
         candidates = self._first
         for end in range(chunk, max_length + 1, chunk):
-            prefix = candidates.get(chunk_key(tokens, end - chunk, end, salt))
+            prefix = candidates.get(chunk_key(tokens, end - chunk, end, tenant))
             if prefix is None:
                 break
             chain.append(prefix)

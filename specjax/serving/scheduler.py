@@ -50,7 +50,7 @@ from typing import Any, Literal
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.serving.pages import PagePool, Prefix, chunk_key
+from specjax.serving.pages import NO_TENANT, PagePool, Prefix, Tenant, chunk_key
 
 MAX_CHUNKS_BEFORE_OLDEST = 3
 """The number of chunks of newer prompts that may be prefilled before one of the oldest prompt."""
@@ -84,7 +84,7 @@ class Request:
             it cannot draft now, or it has drafted.
         needs: the programs that it needs compiled, see `Scheduler.hold_back`; None: only those that
             every request needs.
-        salt: the scope of prefix caching. Only prompts with the same salt share prefixes.
+        tenant: whose request it is. Only prompts of the same tenant share prefixes.
         priority: its number; requests with lower numbers go first.
         waits_since: the number of decode calls that had been made when it began to wait.
         is_urgent: whether it has waited so long that it goes before all numbers.
@@ -106,7 +106,7 @@ class Request:
     away: int | None = None
     idle_since: float | None = None
     needs: str | None = None
-    salt: str = ""
+    tenant: Tenant = NO_TENANT
     priority: int = 0
     waits_since: int = 0
     is_urgent: bool = False
@@ -271,7 +271,7 @@ class Scheduler:
         is_client: bool = False,
         owner: str = "",
         needs: str | None = None,
-        salt: str = "",
+        tenant: Tenant = NO_TENANT,
         priority: int = 0,
     ) -> Request:
         """Add a request to the queue, and return it.
@@ -285,7 +285,7 @@ class Scheduler:
             is_client: whether the request is a client's, which holds its row after the prefill.
             owner: the client's owner, see `Request.owner`.
             needs: the programs that the request needs compiled, see `Request.needs`.
-            salt: the scope of prefix caching, see `Request.salt`.
+            tenant: whose request it is, see `Request.tenant`.
             priority: the request's number, see `Request.priority`.
 
         Raises:
@@ -333,7 +333,7 @@ class Scheduler:
             max_new_tokens,
             shares=shares,
             needs=needs,
-            salt=salt,
+            tenant=tenant,
             priority=priority,
             waits_since=self._calls,
         )
@@ -458,7 +458,7 @@ class Scheduler:
         contents.prefilled = end = chunk.start + chunk.count
         if chunk.count == self._chunk:
             above = contents.prefixes[-1] if contents.prefixes else None
-            key = chunk_key(chunk.request.tokens, chunk.start, end, chunk.request.salt)
+            key = chunk_key(chunk.request.tokens, chunk.start, end, chunk.request.tenant)
             pages_per_chunk = self._chunk // self._page
             pages = tuple(contents.pages[:pages_per_chunk])
             prefix = self._pool(chunk.row).register(above, key, pages, prefix_state)
@@ -579,7 +579,7 @@ class Scheduler:
             max_reused = len(request.tokens) - 1
         else:
             max_reused = min(request.shares, len(request.tokens) - 1)
-        return self._pools[shard].find(request.tokens, self._chunk, max_reused, request.salt)
+        return self._pools[shard].find(request.tokens, self._chunk, max_reused, request.tenant)
 
     def _pages_after_prefill(self, shard: int) -> int:
         """Return the pages that a ``shard`` will have left when its prompts are prefilled."""

@@ -141,6 +141,8 @@ class Terms:
             one address; None: half of all, at least 1.
         unsent_bytes: the largest number of bytes that wait to be sent over a connection; None:
             the hidden states of two texts and a MiB, at most `MAX_UNSENT`.
+        share_prefixes: whether all owners share prefixes. If not, each owner is a tenant of its
+            own.
 
     Examples:
         >>> from specjax.serving.sessions import Terms
@@ -158,6 +160,7 @@ class Terms:
     sessions: int = 256
     sessions_per_owner: int | None = None
     unsent_bytes: int | None = None
+    share_prefixes: bool = False
 
     @property
     def max_of_owner(self) -> int:
@@ -636,6 +639,7 @@ class Sessions:
                 known=sent_tokens,
                 listener=listener,
                 owner=session.counted_as,
+                tenant="" if self.terms.share_prefixes else session.owner,
             )
         except EngineError as error:
             raise FrameError(1011, f"{error}") from None

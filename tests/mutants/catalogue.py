@@ -1514,12 +1514,30 @@ CATALOGUE = (
     Mutant(
         name="prefix-without-the-token-after-it",
         file="specjax/serving/pages.py",
-        old="prefix = candidates.get(chunk_key(tokens, end - chunk, end, salt))",
-        new="prefix = next((p for k, p in candidates.items() if k[:chunk] == chunk_key(tokens, end - chunk, end, salt)[:chunk]), None)",
+        old="prefix = candidates.get(chunk_key(tokens, end - chunk, end, tenant))",
+        new="prefix = next((p for k, p in candidates.items() if k[:-1] == chunk_key(tokens, end - chunk, end, tenant)[:-1]), None)",
         tests=(
             "tests/serving/test_pages.py::test_a_chunk_is_known_by_its_tokens_and_the_one_after_it",
         ),
         breaks="A chunk is shared though the token after it differs, which drafters have read with it.",
+    ),
+    Mutant(
+        name="tenants-share-prefixes",
+        file="specjax/serving/pages.py",
+        old="return key if start else (tenant, *key)",
+        new="return key if start else (tenant.salt, *key)",
+        tests=("tests/serving/test_tenants.py::test_each_tenant_has_prefixes_of_its_own",),
+        breaks="A tenant finds the prefixes of all others, and knows their prompts by the time.",
+    ),
+    Mutant(
+        name="draft-from-the-row-before",
+        file="specjax/drafters/methods/prompt_lookup.py",
+        old="overlap = jnp.where(position < lengths[:, None], overlap, 0)",
+        new="overlap = jnp.where(position < tokens.shape[1], overlap, 0)",
+        tests=(
+            "tests/serving/test_tenants.py::test_prompt_lookup_drafts_nothing_of_the_text_that_had_the_row_before",
+        ),
+        breaks="A draft has tokens of the text that had the row before, which may be another tenant's.",
     ),
     Mutant(
         name="prefix-shares-one-token-too-many",

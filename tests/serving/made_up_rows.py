@@ -43,7 +43,7 @@ class MadeUpRow:
     ) -> None:
         self.engine, self.tokens, self.limit, self.listener = engine, tokens, limit, listener
         self.is_away = self.is_closed = self.is_dropped = False
-        self.owner = ""
+        self.owner = self.tenant = ""
 
     def say(self, event: Any) -> None:
         self.engine.held.append((self, event))
@@ -111,13 +111,14 @@ class MadeUpRows:
         known: int,
         listener,
         owner: str = "",
+        tenant: str = "",
     ):
         if self.error is not None:
             raise self.error
         if max(tokens) >= VOCABULARY:
             raise InputError(f"tokens: {max(tokens)} is no token")
         row = MadeUpRow(self, list(tokens), prompt_length + params.max_new_tokens, listener)
-        row.owner = owner
+        row.owner, row.tenant = owner, tenant
         self.rows.append(row)
         for start in range(0, len(tokens) - 1, self.chunk):
             stop = min(start + self.chunk, len(tokens) - 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specjax.serving.pages import DROPPED, PagePool, Prefix
+from specjax.serving.pages import DROPPED, NO_TENANT, PagePool, Prefix
 
 CHUNK = 2
 
@@ -13,7 +13,8 @@ def registered(pool: PagePool, tokens: list[int], above: Prefix | None = None) -
     The last of ``tokens`` is the token after the chunk.
     """
     (page,) = pool.take(1) or pytest.fail("no page is left")
-    return pool.register(above, tuple(tokens), (page,), prefix_state=tuple(tokens))
+    key = tuple(tokens) if above else (NO_TENANT, *tokens)
+    return pool.register(above, key, (page,), prefix_state=tuple(tokens))
 
 
 def test_pages_are_taken_all_or_none() -> None:

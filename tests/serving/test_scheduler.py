@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specjax.errors import InputError
-from specjax.serving.pages import PagePool
+from specjax.serving.pages import PagePool, Tenant, chunk_key
 from specjax.serving.scheduler import PrefillChunk, QueueFullError, Request, Scheduler
 
 PAGE, CHUNK = 2, 4
@@ -607,23 +607,9 @@ def test_a_text_that_is_begun_in_its_middle_keeps_its_limit() -> None:
     assert len(pages_of(scheduler, 0)) == 4
 
 
-def test_prompts_share_what_was_read_with_those_of_the_same_salt_alone() -> None:
-    scheduler = make_scheduler(pages=64)
-    prompt = list(range(11))
-
-    def shared(salt: str) -> int:
-        request = scheduler.submit(prompt, max_new_tokens=2, salt=salt)
-        read_all(scheduler)
-        finish(scheduler, request)
-        return request.cached
-
-    salts = ["", "mine", "yours", "", "mine", "yours"]
-    assert [shared(salt) for salt in salts] == [0, 0, 0, 8, 8, 8]
-
-
-def test_a_text_that_was_preempted_finds_what_was_read_under_its_salt() -> None:
+def test_a_text_that_was_preempted_finds_what_its_tenant_has() -> None:
     scheduler = make_scheduler(rows=1)
-    request = scheduler.submit(list(range(9)), max_new_tokens=2, salt="mine")
+    request = scheduler.submit(list(range(9)), max_new_tokens=2, tenant=Tenant("mine"))
     read_all(scheduler)
     scheduler._preempt(request)
     assert read_all(scheduler)[0].start == 8
@@ -1530,10 +1516,10 @@ def test_a_contradiction_is_named_and_clearing_helps(name) -> None:
 def without_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
     register = PagePool.register
 
-    def find(pool, tokens, chunk, max_length, salt):
+    def find(pool, tokens, chunk, max_length, tenant):
         chain, children = [], pool._first
         for end in range(chunk, max_length + 1, chunk):
-            if (prefix := children.get(tuple(tokens[end - chunk : end]))) is None:
+            if (prefix := children.get(chunk_key(tokens, end - chunk, end, tenant)[:-1])) is None:
                 break
             chain.append(prefix)
             children = prefix.below

@@ -635,6 +635,14 @@ def test_one_owner_has_so_many_sessions_and_another_one_has_room():
     assert [row.owner for row in world.rows.rows] == ["me"] * 4 + ["you", "me"]
 
 
+@pytest.mark.parametrize(("share_prefixes", "tenants"), [(False, ["me", "you"]), (True, ["", ""])])
+def test_each_owner_is_a_tenant_unless_all_share_prefixes(share_prefixes, tenants):
+    world = World(replace(TERMS, share_prefixes=share_prefixes))
+    for owner in ("me", "you"):
+        Wire(world, owner=owner, counted_as="the same address").open()
+    assert [row.tenant for row in world.rows.rows] == tenants
+
+
 def test_who_has_no_key_is_counted_by_the_address_and_a_trusted_proxy_is_not():
     world = World(replace(TERMS, sessions=9, sessions_per_owner=1))
     by_address = [

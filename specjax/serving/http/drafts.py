@@ -40,6 +40,8 @@ class Drafts:
         sessions_per_owner: int | None = None,
         trusted: Sequence[str] = (),
         compile_grammar: CompileGrammar | None = None,
+        *,
+        share_prefixes: bool = False,
     ) -> None:
         """Start without clients.
 
@@ -48,6 +50,7 @@ class Drafts:
             sessions_per_owner: the limit of `specjax.serving.sessions.Terms`.
             trusted: addresses or networks without a limit of sessions, such as proxies.
             compile_grammar: the argument of `specjax.serving.sessions.Sessions`.
+            share_prefixes: as in `specjax.serving.sessions.Terms`.
         """
         bounds = engine.client_drafts
         tells = bounds.tells(engine.target)
@@ -59,6 +62,7 @@ class Drafts:
             target=engine.target.fingerprint(),
             drafter="" if bounds.drafter is None else bounds.drafter.fingerprint(),
             sessions_per_owner=sessions_per_owner,
+            share_prefixes=share_prefixes,
         )
         self._trusted = networks(trusted)
         has_grammars = engine.has_grammars

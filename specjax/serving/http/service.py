@@ -68,6 +68,8 @@ class AppOptions:
         client_sessions: the largest number of sessions of clients that draft, of one API key or,
             without keys, of one address; None: half of all.
         trusted_proxies: addresses or networks without a limit of sessions.
+        share_prefixes: whether all API keys share prefixes. If not, each key is a tenant of its
+            own.
 
     Examples:
         >>> from specjax.serving.http.service import AppOptions
@@ -85,6 +87,7 @@ class AppOptions:
     cors_origins: tuple[str, ...] = ()
     client_sessions: int | None = None
     trusted_proxies: tuple[str, ...] = ()
+    share_prefixes: bool = False
 
 
 class Service:
@@ -129,6 +132,7 @@ class Service:
                 options.client_sessions,
                 options.trusted_proxies,
                 self._compile_for_client,
+                share_prefixes=options.share_prefixes,
             )
         self.metrics = Metrics(engine, options.names[0], self.drafts and self.drafts.statistics)
         self.is_draining = False
@@ -243,10 +247,15 @@ class Service:
         submission.cancel()
         self._submissions.discard(submission)
 
-    def submit(self, request: TextRequest, submission: "Submission") -> list[list[int]]:
+    def submit(self, request: TextRequest, submission: "Submission", owner: str) -> list[list[int]]:
         """Submit all texts of a request to the engine, and return the token ids of its prompts.
 
         It takes milliseconds or more, and must run in a thread.
+
+        Args:
+            request: the request.
+            submission: collects the texts.
+            owner: the hash of the request's API key; empty: the server has no keys.
 
         Raises:
             RequestError: The request is invalid, or there is no room for all of its texts.
@@ -279,6 +288,7 @@ class Service:
             "echo": request.echo and request.logprobs is not None,
             "prediction": prediction,
             "spans": request.include_accepted,
+            "tenant": "" if self.options.share_prefixes else owner,
             "cache_salt": request.cache_salt,
             "priority": request.priority,
             "is_chat": request.is_chat,

@@ -38,7 +38,8 @@ class GenerationResponse:
             await service.compile_grammar(request)
             # Cancelling this task does not stop the thread. Texts that it submits later are
             # cancelled by the submission, which has ended by then.
-            prompts = await service.in_thread(service.submit, request, submission)
+            owner = scope["specjax.owner"]
+            prompts = await service.in_thread(service.submit, request, submission, owner)
             handles = submission.handles
             record = record_of(scope)
             record.model, record.handles = request.model, handles

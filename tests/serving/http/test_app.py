@@ -158,6 +158,21 @@ def test_what_the_engine_is_given() -> None:
     assert engine.submitted[1].settings["cache_salt"] == "mine"
 
 
+def test_each_api_key_is_a_tenant_unless_all_share_prefixes() -> None:
+    def tenants(**options: Any) -> list[str]:
+        engine = MadeUpEngine()
+        service = service_of(engine, **options)
+        for key in ("key-one", "key-two", "key-one"):
+            ask(service, headers={"Authorization": f"Bearer {key}"}, cache_salt="same")
+        return [submitted.settings["tenant"] for submitted in engine.submitted]
+
+    keys = ("key-one", "key-two")
+    first, foreign, again = tenants(api_keys=keys)
+    assert first == again != foreign
+    assert all(key not in first + foreign for key in keys)
+    assert tenants(api_keys=keys, share_prefixes=True) == tenants() == [""] * 3
+
+
 def test_a_prompt_may_come_without_special_tokens() -> None:
     engine = MadeUpEngine()
     encoded = []
