@@ -33,7 +33,7 @@ from specjax.decoding.constrained import legal_tokens
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft
 from specjax.errors import InputError
-from specjax.grammars import Grammar, GrammarCompiler
+from specjax.grammars import GrammarCompiler
 from specjax.models import hub
 from specjax.serving import Engine, Handle
 
@@ -59,47 +59,61 @@ KEYS = specjax.JsonSchema(
 
 
 @dataclass(frozen=True)
-class GrammarsConfig:
-    """Measure constrained texts.
+class SpeedConfig:
+    """The models and texts of which the speed is measured.
 
     Attributes:
         target: directory or hub id of the target.
         drafter: as for `specjax generate`.
         inflate: hidden size, MLP size and layers to which the target is padded, with the same
             outputs; 0 0 0 does not pad it.
-        parts: parts to measure.
         rows: numbers of rows in use.
         draft: the draft shape, besides plain decoding.
         context: tokens of a prompt.
         new_tokens: new tokens of a text.
         temperature: the temperature.
-        excluded: characters that no text of part leaving may have.
         repeats: repeats of every measurement.
-        tokenizer: directory with the tokenizer of part masks; empty: that of the target.
-        vocabulary: number of tokens of part masks; 0: that of the tokenizer.
         output: JSON file for the results.
     """
 
     target: str = "embedded"
     drafter: str = "embedded:eagle3"
     inflate: tuple[int, int, int] = (640, 1856, 12)
-    parts: tuple[Part, ...] = ("legal", "leaving", "keys", "beside", "masks")
     rows: tuple[int, ...] = (1, 8)
     draft: str = "chain:3"
     context: int = 32
     new_tokens: int = 96
     temperature: float = 0.7
-    excluded: str = "eE"
     repeats: int = 5
+    output: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that measure nothing."""
+        if self.repeats < 1 or min(self.rows, default=0) < 1:
+            raise InputError(f"repeats={self.repeats}, rows={self.rows}: at least 1")
+
+
+@dataclass(frozen=True)
+class GrammarsConfig(SpeedConfig):
+    """Measure constrained texts.
+
+    Attributes:
+        parts: parts to measure.
+        excluded: characters that no text of part leaving may have.
+        tokenizer: directory with the tokenizer of part masks; empty: that of the target.
+        vocabulary: number of tokens of part masks; 0: that of the tokenizer.
+    """
+
+    parts: tuple[Part, ...] = ("legal", "leaving", "keys", "beside", "masks")
+    excluded: str = "eE"
     tokenizer: str = ""
     vocabulary: int = 0
-    output: str = ""
 
 
 class Bench(NamedTuple):
     """The engines by name, and the prompts as token ids.
 
-    The engine "drafts" chooses between plain decoding and the draft; "plain" has no drafter.
+    The engine "plain" has no drafter. All others choose between plain decoding and the draft.
     """
 
     engines: Mapping[str, Engine]
@@ -111,19 +125,24 @@ class Run(NamedTuple):
 
     Attributes:
         engine: the engine's name.
-        grammars: the grammar of each row.
+        requests: what each row's request states, such as its grammar.
         calls: how the engine decodes constrained rows, see `ConstrainedCalls.kinds`.
         row: the row whose speed is measured; None: all rows together.
     """
 
     engine: str
-    grammars: Sequence[Grammar | None]
+    requests: Sequence[Mapping[str, Any]]
     calls: Literal["chosen", "masked", "free"] = "chosen"
     row: int | None = None
 
 
-def start(config: GrammarsConfig) -> Bench:
-    """Load the inflated target and the drafter, and make the engines."""
+def start(config: SpeedConfig, engines: Mapping[str, Mapping[str, Any]]) -> Bench:
+    """Load the inflated target and the drafter, and make the engines.
+
+    Args:
+        config: the models, and the sizes of engines and prompts.
+        engines: options of each engine by its name. The engine "plain" has no drafter.
+    """
     models = arrivals.load(
         arrivals.ArrivalsConfig(
             target=config.target, drafter=config.drafter, inflate=config.inflate
@@ -136,36 +155,42 @@ def start(config: GrammarsConfig) -> Bench:
         "widths": tuple(sorted({1, most})),
         "capacity": 512,
         "tokenizer": tokenizer,
-        "grammars": True,
     }
-    engines = {
-        "drafts": Engine(models.target, models.drafter, drafts=(None, config.draft), **options),
-        "plain": Engine(models.target, None, **options),
-    }
+    drafting = {"drafter": models.drafter, "drafts": (None, config.draft)}
     prompts = decode.prompts_of(models.texts, most * config.repeats, config.context)
-    return Bench(engines, prompts.tolist())
+    return Bench(
+        {
+            name: Engine(
+                models.target,
+                **options,
+                **({"drafter": None} if name == "plain" else drafting),
+                **options_of_engine,
+            )
+            for name, options_of_engine in engines.items()
+        },
+        prompts.tolist(),
+    )
 
 
-def rates(bench: Bench, run: Run, repeat: int, config: GrammarsConfig) -> tuple[float, float]:
+def rates(bench: Bench, run: Run, repeat: int, config: SpeedConfig) -> tuple[float, float]:
     """Serve the rows of a run, and return tokens per second and per second of CPU time.
 
     The time of the prefill is included. CPU time is that of all threads of the process. On one core
     it is hardly disturbed by other processes.
     """
-    engine, count = bench.engines[run.engine], len(run.grammars)
-    engine._loop._constrained.kinds = run.calls
+    engine, count = bench.engines[run.engine], len(run.requests)
+    if engine.has_grammars:
+        engine._loop._constrained.kinds = run.calls
     prompts = [bench.prompts[(repeat * count + row) % len(bench.prompts)] for row in range(count)]
     began = time.process_time()
     handles: list[Handle] = [
         engine.submit(
             prompt,
-            max_new_tokens=config.new_tokens if grammar is not KEYS else 400,
-            temperature=config.temperature,
-            seed=repeat,
-            eos_token_ids=(),
-            grammar=grammar,
+            **{"max_new_tokens": config.new_tokens, "temperature": config.temperature}
+            | {"seed": repeat, "eos_token_ids": ()}
+            | request,
         )
-        for prompt, grammar in zip(prompts, run.grammars, strict=True)
+        for prompt, request in zip(prompts, run.requests, strict=True)
     ]
     if run.row is not None:
         measured = [handles[run.row]]
@@ -184,7 +209,7 @@ def rates(bench: Bench, run: Run, repeat: int, config: GrammarsConfig) -> tuple[
     return tokens / (last - first), tokens / cpu
 
 
-def compare(bench: Bench, runs: Mapping[str, Run], config: GrammarsConfig) -> dict[str, Any]:
+def compare(bench: Bench, runs: Mapping[str, Run], config: SpeedConfig) -> dict[str, Any]:
     """Return the rates of all runs, interleaved, and each one's ratio to the first."""
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for repeat in range(-1, config.repeats):  # the first run warms up
@@ -211,7 +236,7 @@ def compare(bench: Bench, runs: Mapping[str, Run], config: GrammarsConfig) -> di
 def runs_of(part: Part, rows: int, config: GrammarsConfig) -> dict[str, Run]:
     """Return the runs of a part that are compared, the reference first."""
     leaving = specjax.Regex(rf"[^{config.excluded}]*")
-    free, legal, remaining = ([grammar] * rows for grammar in (None, ANYTHING, leaving))
+    free, legal, remaining = ([{"grammar": it}] * rows for it in (None, ANYTHING, leaving))
     if part == "legal":
         return {
             "free": Run("drafts", free),
@@ -227,11 +252,14 @@ def runs_of(part: Part, rows: int, config: GrammarsConfig) -> dict[str, Run]:
             "free calls": Run("drafts", remaining, "free"),
         }
     if part == "keys":
-        return {"free": Run("drafts", free), "20 keys": Run("drafts", [KEYS] * rows)}
+        return {
+            "free": Run("drafts", free),
+            "20 keys": Run("drafts", [{"grammar": KEYS, "max_new_tokens": 400}] * rows),
+        }
     return {
         "free": Run("drafts", free, row=0),
-        "legal": Run("drafts", [None, *legal[1:]], row=0),
-        "leaving": Run("drafts", [None, *remaining[1:]], row=0),
+        "legal": Run("drafts", [*free[:1], *legal[1:]], row=0),
+        "leaving": Run("drafts", [*free[:1], *remaining[1:]], row=0),
     }
 
 
@@ -297,7 +325,7 @@ def run(config: GrammarsConfig, show: Callable[[str, int, dict[str, Any]], None]
     parts: list[Part] = [part for part in config.parts if part != "masks"]
     if not parts:
         return results
-    bench = start(config)
+    bench = start(config, {name: {"grammars": True} for name in ("drafts", "plain")})
     try:
         if "leaving" in parts:
             results["illegal_share"] = illegal_share(bench, config)
@@ -331,8 +359,6 @@ def show(part: str, rows: int, measured: dict[str, Any]) -> None:
 
 def main(config: GrammarsConfig) -> None:
     """Measure, print the tables, and write the results."""
-    if config.repeats < 1 or min(config.rows, default=0) < 1:
-        raise InputError(f"repeats={config.repeats}, rows={config.rows}: at least 1")
     results = run(config, show)
     if config.output:
         decode.write(results, Path(config.output))
