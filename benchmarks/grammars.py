@@ -3,9 +3,10 @@
     python -m benchmarks.grammars --output grammars.json
     python -m benchmarks.grammars --parts masks --tokenizer DIR --vocabulary 150000
 
-There are five parts. *legal*: a grammar that the free text satisfies; the free calls and the masked
-steps of the engine are also measured by themselves. *leaving*: a grammar that forbids about a third
-of the tokens that the model would write, with drafts and without. *keys*: a JSON object with 20
+There are six parts. *legal*: a grammar that the free text satisfies; the free calls and the masked
+steps of the engine are also measured by themselves. *taught*: the same with a schema, on a target
+that `benchmarks.teach` has taught to write such JSON. *leaving*: a grammar that forbids about a
+third of the tokens that the model would write, with drafts and without. *keys*: a JSON object with 20
 fixed keys. *beside*: a free row beside seven others. *masks*: the host's time for the masks of 8
 rows of 8 nodes, without a model. All runs of a part are interleaved.
 """
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import specjax
-from benchmarks import arrivals, decode
+from benchmarks import arrivals, decode, teach
 from specjax import text
 from specjax.decoding.constrained import legal_tokens
 from specjax.drafts import tree
@@ -37,7 +38,7 @@ from specjax.grammars import GrammarCompiler
 from specjax.models import hub
 from specjax.serving import Engine, Handle
 
-Part = Literal["legal", "leaving", "keys", "beside", "masks"]
+Part = Literal["legal", "taught", "leaving", "keys", "beside", "masks"]
 ANYTHING = specjax.Regex(r"(.|\n)*")
 KEYS = specjax.JsonSchema(
     {
@@ -185,8 +186,11 @@ def rates(bench: Bench, run: Run, repeat: int, config: SpeedConfig) -> tuple[flo
     began = time.process_time()
     handles: list[Handle] = [
         engine.submit(
-            prompt,
-            **{"max_new_tokens": config.new_tokens, "temperature": config.temperature}
+            **{
+                "prompt": prompt,
+                "max_new_tokens": config.new_tokens,
+                "temperature": config.temperature,
+            }
             | {"seed": repeat, "eos_token_ids": ()}
             | request,
         )
@@ -233,7 +237,7 @@ def compare(bench: Bench, runs: Mapping[str, Run], config: SpeedConfig) -> dict[
     return results
 
 
-def runs_of(part: Part, rows: int, config: GrammarsConfig) -> dict[str, Run]:
+def runs_of(part: Part, rows: int, bench: Bench, config: GrammarsConfig) -> dict[str, Run]:
     """Return the runs of a part that are compared, the reference first."""
     leaving = specjax.Regex(rf"[^{config.excluded}]*")
     free, legal, remaining = ([{"grammar": it}] * rows for it in (None, ANYTHING, leaving))
@@ -243,6 +247,17 @@ def runs_of(part: Part, rows: int, config: GrammarsConfig) -> dict[str, Run]:
             "constrained": Run("drafts", legal),
             "free calls": Run("drafts", legal, "free"),
             "masked steps": Run("drafts", legal, "masked"),
+        }
+    if part == "taught":
+        prompt = text.encode(bench.engines["drafts"].tokenizer, teach.PROMPT)
+        schema = specjax.JsonSchema(teach.SCHEMA, whitespace=False)
+        begun = [{"prompt": prompt, "choice": row} for row in range(rows)]
+        records = [{**request, "grammar": schema} for request in begun]
+        return {
+            "free": Run("drafts", begun),
+            "constrained": Run("drafts", records),
+            "free calls": Run("drafts", records, "free"),
+            "masked steps": Run("drafts", records, "masked"),
         }
     if part == "leaving":
         return {
@@ -332,7 +347,7 @@ def run(config: GrammarsConfig, show: Callable[[str, int, dict[str, Any]], None]
             print(f"illegal share: {results['illegal_share']:.3f}", flush=True)
         for part in parts:
             for rows in config.rows if part != "beside" else (max(config.rows),):
-                measured = compare(bench, runs_of(part, rows, config), config)
+                measured = compare(bench, runs_of(part, rows, bench, config), config)
                 results.setdefault(part, {})[rows] = measured
                 show(part, rows, measured)
     finally:

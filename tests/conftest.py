@@ -114,6 +114,12 @@ def _maps() -> int:
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
+def free_programs_if_there_are_many() -> None:
+    """Free all compiled programs before the system refuses this process more memory maps."""
+    if _maps() > MOST_MAPS:
+        _free_compiled_programs()
+
+
 def _free_compiled_programs() -> None:
     jax.clear_caches()
     _freed["at"] = _freed["looked"] = compilations()

@@ -25,6 +25,7 @@ from specjax.errors import GrammarError
 from specjax.evaluation.same_texts import measure_rounding
 from specjax.serving import Engine
 from specjax.serving.handle import EngineError
+from tests.conftest import free_programs_if_there_are_many
 from tests.grammars import settings
 from tests.grammars.covering import Pair, all_pairs, counted, covering_array, pairs_of, table
 from tests.grammars.oracle import Reader, Text
@@ -449,6 +450,7 @@ def main() -> int:
             result = {"number": number, "rows": [], "seconds": 0.0}
             result["error"] = f"{calls()[number]}: {type(error).__name__}: {error}"
         results.append(result)
+        free_programs_if_there_are_many()
         with arguments.file.open("a") as file:
             file.write(json.dumps(result) + "\n")
         wrong = sum(bool(it["deviations"] or it["problem"]) for it in result["rows"])
