@@ -6,8 +6,8 @@
 There are six parts. *legal*: a grammar that the free text satisfies; the free calls and the masked
 steps of the engine are also measured by themselves. *taught*: the same with a schema, on a target
 that `benchmarks.teach` has taught to write such JSON. *leaving*: a grammar that forbids about a
-third of the tokens that the model would write, with drafts and without. *keys*: a JSON object with 20
-fixed keys. *beside*: a free row beside seven others. *masks*: the host's time for the masks of 8
+third of the tokens that the model would write, with drafts and without. *keys*: a JSON object with
+20 fixed keys. *beside*: a free row beside seven others. *masks*: the host's time for the masks of 8
 rows of 8 nodes, without a model. All runs of a part are interleaved.
 """
 
