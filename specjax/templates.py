@@ -7,7 +7,7 @@ transformers.
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,7 +24,11 @@ Settings = Mapping[str, Any]
 """Variables for a chat template besides the messages, such as ``{"enable_thinking": False}``."""
 
 Render = Callable[[Messages], str]
-"""Returns the text of a chat up to where its answer begins."""
+"""Returns the text of a chat."""
+
+ChatEnd = Literal["answer", "messages", "last message"]
+"""Where the text of a chat ends: where its answer begins, after its messages, or within the last
+message, which the model then goes on writing."""
 
 _OWN: Mapping[str, tuple[Any, ...]] = {
     "messages": (),
@@ -181,10 +185,13 @@ def names_read(tokenizer: Any) -> frozenset[str] | None:
         return None
 
 
-def renderer(tokenizer: Any, settings: Settings | None = None) -> Render:
+def renderer(tokenizer: Any, settings: Settings | None = None, end: ChatEnd = "answer") -> Render:
     """Return a function that renders a chat with a tokenizer's template.
 
-    ``settings`` are variables for the template. They override those of the tokenizer.
+    Args:
+        tokenizer: a tokenizer of transformers.
+        settings: variables for the template. They override those of the tokenizer.
+        end: where the text ends.
 
     Examples:
         >>> from specjax.templates import renderer
@@ -194,20 +201,22 @@ def renderer(tokenizer: Any, settings: Settings | None = None) -> Render:
         'Hello!'
     """
     variables = settings_of(tokenizer) | dict(settings or {})
+    ending = {
+        "add_generation_prompt": end == "answer",
+        "continue_final_message": end == "last message",
+    }
 
     def render(messages: Messages) -> str:
         chat = [dict(message) for message in messages]
         if all(value is not None for message in messages for value in message.values()):
-            return tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=False, **variables
-            )
+            return tokenizer.apply_chat_template(chat, tokenize=False, **ending, **variables)
         # `apply_chat_template` would drop fields that are None.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, _ = render_jinja_template(
             conversations=[chat],
             chat_template=tokenizer.get_chat_template(),
-            add_generation_prompt=True,
+            **ending,
             **{**tokenizer.special_tokens_map, **variables},
         )
         return rendered[0]

@@ -18,6 +18,7 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.progress import waiting
 from specjax.templates import (
+    ChatEnd,
     Messages,
     Render,
     Settings,
@@ -289,14 +290,42 @@ def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
     return list(tokenizer(continuation, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def encode_plain(tokenizer: Any, continuation: str) -> list[int]:
+    """Return the token ids of a text in which special tokens have no meaning.
+
+    Where it spells a special token, the characters are encoded.
+
+    Raises:
+        InputError: the text is not valid Unicode.
+
+    Examples:
+        >>> from specjax.assets import embedded
+        >>> tokenizer = specjax.text.load_tokenizer(embedded("target"))
+        >>> len(specjax.text.encode_continuation(tokenizer, "<|endoftext|>"))
+        1
+        >>> len(specjax.text.encode_plain(tokenizer, "<|endoftext|>"))
+        7
+    """
+    _check_unicode(continuation)
+    return list(
+        tokenizer(continuation, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+            "input_ids"
+        ]
+    )
+
+
 def encode_chat(
-    tokenizer: Any, messages: Messages, chat_template_kwargs: Settings | None = None
+    tokenizer: Any,
+    messages: Messages,
+    chat_template_kwargs: Settings | None = None,
+    end: ChatEnd = "answer",
 ) -> list[int]:
-    """Return the token ids of a chat in the model's template, up to where the answer begins.
+    """Return the token ids of a chat in the model's template.
 
     If the template does not know the role ``developer``, these messages become system messages.
     ``chat_template_kwargs`` are variables for the template. They override those that the tokenizer
-    has for all chats (`specjax.templates.with_template`).
+    has for all chats (`specjax.templates.with_template`). ``end`` is where the text ends:
+    by default where the answer begins.
 
     Raises:
         InputError: there are no messages, the tokenizer has no chat template, or the template
@@ -321,20 +350,19 @@ def encode_chat(
             "chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt"
             " as text"
         )
-    text = _chat_with(tokenizer, messages, read_settings(chat_template_kwargs or {}))
+    text = _chat_with(tokenizer, messages, read_settings(chat_template_kwargs or {}), end)
     _check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _chat_with(tokenizer: Any, messages: Messages, settings: Settings) -> str:
+def _chat_with(tokenizer: Any, messages: Messages, settings: Settings, end: ChatEnd) -> str:
     """Return the text of a chat; an error names the template's variables if they cause it."""
     try:
-        return _chat_text(renderer(tokenizer, settings), messages)
+        return _chat_text(renderer(tokenizer, settings, end), messages)
     except InputError as error:
         variables = dict(settings) or settings_of(tokenizer)
-        if not variables or not _can_write(
-            renderer(tokenizer if settings else without_settings(tokenizer)), messages
-        ):
+        without = renderer(tokenizer if settings else without_settings(tokenizer), end=end)
+        if not variables or not _can_write(without, messages):
             raise
         raise InputError(
             f"chat_template_kwargs: {_shortened(str(variables))} cause an error: {error}"

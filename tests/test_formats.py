@@ -151,6 +151,7 @@ def http_parameters() -> Names:
         "completions": sorted(requests._CompletionFields.__struct_fields__),
         "chat completions": sorted(requests._ChatFields.__struct_fields__),
         "tokenize": sorted(requests._TokenizeFields.__struct_fields__),
+        "detokenize": sorted(requests._DetokenizeFields.__struct_fields__),
         "refused": sorted(requests.UNSUPPORTED),
         "ignored": sorted(requests.IGNORED),
     }
@@ -174,6 +175,8 @@ def http_answers() -> Names:
         "health": ask(service, "/health", "GET").json(),
         "models": ask(service, "/v1/models", "GET").json(),
         "tokenize": ask(service, "/tokenize").json(),
+        "detokenize": ask(service, "/detokenize", content='{"tokens": [97]}').json(),
+        "version": ask(service, "/version", "GET").json(),
     }
     return {name: sorted(set(_paths(answer))) for name, answer in answers.items()}
 

@@ -511,6 +511,23 @@ def test_a_chat_is_rendered_whole(chat_text, template: str, messages: Any, expec
     assert chat_text(template, messages) == expected
 
 
+def test_a_chat_may_end_after_or_within_its_last_message() -> None:
+    tokenizer = text.load_tokenizer(ASSETS / "target")
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    chat = [USER, message("assistant", "begun")]
+    whole = "[user]hello[end][assistant]begun"
+    expected = {
+        "answer": f"{whole}[end][assistant]",
+        "messages": f"{whole}[end]",
+        "last message": whole,
+    }
+    for end, rendered in expected.items():
+        assert tokenizer.decode(text.encode_chat(tokenizer, chat, end=end)) == rendered
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "number"),
     [

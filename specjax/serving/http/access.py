@@ -15,7 +15,7 @@ from specjax.serving.http.errors import RequestError
 from specjax.serving.http.responses import CLOSE, draining_error, error_response
 from specjax.serving.http.service import AppOptions, Service
 
-_OPEN_PATHS = ("/", "/health")
+_OPEN_PATHS = ("/", "/health", "/ping")
 
 
 class Guard:
@@ -64,7 +64,8 @@ class Guard:
             scope["specjax.owner"] = "" if key is None else hashlib.sha256(key.encode()).hexdigest()
             if (is_socket or method == "POST") and self._service.is_draining:
                 return draining_error()
-        if method == "POST" and not _is_json(headers.get(b"content-type", b"")):
+        has_body = method == "POST" and scope["path"] not in _OPEN_PATHS
+        if has_body and not _is_json(headers.get(b"content-type", b"")):
             return RequestError(415, "Content-Type: must be application/json", code="not_json")
         return None
 

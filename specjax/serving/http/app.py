@@ -19,6 +19,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from specjax import __version__
 from specjax.serving.handle import EngineError, TextCancelledError
 from specjax.serving.http import requests
 from specjax.serving.http.access import Guard, read_body
@@ -101,9 +102,22 @@ def make_app(service: Service) -> ASGIApp:
             parsed.param,
             parsed.add_special_tokens,
             parsed.chat_template_kwargs,
+            parsed.chat_end,
         )
         result = {"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens}
         return json_response(result, headers=service.ignored_header(parsed.ignored))
+
+    async def detokenize(request: Request) -> Response:
+        parsed = await read(requests.read_detokenize, request)
+        text = await service.in_thread(
+            lambda: service.engine.tokenizer.decode(
+                parsed.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+        return json_response({"prompt": text}, headers=service.ignored_header(parsed.ignored))
+
+    async def version(request: Request) -> Response:
+        return json_response({"version": __version__})
 
     async def completions(request: Request) -> Any:
         return GenerationResponse(service, await read(requests.read_completion, request))
@@ -135,8 +149,11 @@ def make_app(service: Service) -> ASGIApp:
             WebSocketRoute(PATH, socket),
             Route("/", answer_page),
             Route("/health", health),
+            Route("/ping", health, methods=["GET", "POST"]),
+            Route("/version", version),
             Route("/metrics", metrics),
             Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/completions", completions, methods=["POST"]),
@@ -216,7 +233,7 @@ async def _answer_http_error(request: Request, error: Any) -> Response:
     if error.status_code == 404:
         message = (
             f"{path}: the path does not exist; give /v1/completions, /v1/chat/completions,"
-            " /v1/drafts, /v1/models, /tokenize, /metrics or /health"
+            " /v1/drafts, /v1/models, /tokenize, /detokenize, /metrics, /health, /ping or /version"
         )
     elif error.status_code == 405:
         message = (

@@ -12,7 +12,7 @@ from specjax.errors import InputError
 RESERVED = 4
 """The number of connections beyond the limit, for probes."""
 
-PROBES = ("/health", "/metrics")
+PROBES = ("/health", "/ping", "/metrics")
 """The paths that the reserved connections may request."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -28,7 +28,7 @@ Format = Literal["text", "json", "off"]
 HEADER = b"x-request-id"
 
 _ID = re.compile(r"[!-~]{1,128}")
-_QUIET = ("/health", "/metrics", "/")
+_QUIET = ("/health", "/ping", "/metrics", "/")
 """Paths that machines ask for all the time. Their lines have the level DEBUG."""
 
 

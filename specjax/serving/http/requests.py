@@ -22,7 +22,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving.http.errors import RequestError, invalid
 from specjax.serving.http.grammars import PARAMETERS as GRAMMAR_PARAMETERS
 from specjax.serving.http.grammars import read_grammar
-from specjax.templates import Messages, Settings, read_settings
+from specjax.templates import ChatEnd, Messages, Settings, read_settings
 
 MAX_PROMPTS = 64
 """The largest number of prompts of a request."""
@@ -119,7 +119,11 @@ class TextRequest:
             does.
         stop: stop strings. The text ends before the first of them.
         logprobs: the number of top log-probabilities per token; None: no log-probabilities.
+        prompt_logprobs: the number of top log-probabilities per token of the prompt; None: none of
+            the prompt.
         echo: whether the answer begins with the prompt.
+        suffix: the text after the gap that the model fills; the prompt is the text before it.
+        return_token_ids: whether the answer has the token ids of prompts and texts.
         prediction: the expected text.
         stream: whether to stream the answer.
         include_usage: whether the stream ends with the usage.
@@ -128,6 +132,7 @@ class TextRequest:
         add_special_tokens: whether to begin a prompt with the special tokens of the tokenizer. A
             chat's template writes them itself.
         chat_template_kwargs: the arguments of the chat template beside the messages.
+        chat_end: where the text of the chat ends, see `specjax.templates.ChatEnd`.
         cache_salt: the scope of prefix caching.
         priority: the number by which waiting requests are ordered, the lower first.
         ignored: the unknown names in the request, in its order.
@@ -150,7 +155,10 @@ class TextRequest:
     grammar_name: str = ""
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     echo: bool = False
+    suffix: str = ""
+    return_token_ids: bool = False
     prediction: str | None = None
     stream: bool = False
     include_usage: bool = False
@@ -158,9 +166,23 @@ class TextRequest:
     include_accepted: bool = False
     add_special_tokens: bool = True
     chat_template_kwargs: Settings = field(default_factory=dict)
+    chat_end: ChatEnd = "answer"
     cache_salt: str = ""
     priority: int = 0
     ignored: tuple[str, ...] = ()
+
+    @property
+    def top_count(self) -> int | None:
+        """The number of top log-probabilities that the engine reports; None: none at all."""
+        return max(
+            (count for count in (self.logprobs, self.prompt_logprobs) if count is not None),
+            default=None,
+        )
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the answer has the log-probabilities of the prompt."""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
 
 @dataclass(frozen=True)
@@ -172,6 +194,7 @@ class TokenizeRequest:
         param: its parameter in the request, "prompt" or "messages".
         add_special_tokens: whether to begin a text with the tokenizer's special tokens.
         chat_template_kwargs: the arguments of the chat template beside the messages.
+        chat_end: as in `TextRequest`.
         ignored: the unknown names in the request, in its order.
 
     Examples:
@@ -185,6 +208,25 @@ class TokenizeRequest:
     param: str
     add_special_tokens: bool = True
     chat_template_kwargs: Settings = field(default_factory=dict)
+    chat_end: ChatEnd = "answer"
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DetokenizeRequest:
+    """A request for the text of token ids.
+
+    Attributes:
+        tokens: the token ids.
+        ignored: the unknown names in the request, in its order.
+
+    Examples:
+        >>> from specjax.serving.http.requests import Limits, read_detokenize
+        >>> read_detokenize(b'{"tokens": [5, 6]}', Limits(names=("tiny",), vocab_size=3072)).tokens
+        [5, 6]
+    """
+
+    tokens: list[int]
     ignored: tuple[str, ...] = ()
 
 
@@ -295,6 +337,8 @@ class _TextFields(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
@@ -305,6 +349,7 @@ class _CompletionFields(_TextFields, kw_only=True):
     prompt: str | list[int | str | list[int]] | UnsetType = UNSET
     logprobs: int | None = None
     echo: bool | None = None
+    suffix: str | None = None
 
 
 class _ChatFields(_TextFields, kw_only=True):
@@ -312,6 +357,8 @@ class _ChatFields(_TextFields, kw_only=True):
 
     messages: list[_ChatMessage] | UnsetType = UNSET
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -324,6 +371,15 @@ class _TokenizeFields(msgspec.Struct, kw_only=True):
     messages: list[_ChatMessage] | UnsetType = UNSET
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | UnsetType | None = UNSET
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class _DetokenizeFields(msgspec.Struct, kw_only=True):
+    """The parameters of ``/detokenize``."""
+
+    model: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
 
 
 _OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {
@@ -331,6 +387,9 @@ _OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "messages": (),
     "top_logprobs": (0,),
+    "suffix": ("",),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 """The parameters of either completions or chats, with the values that the other path accepts.
 
@@ -342,7 +401,6 @@ _OBJECTS: Mapping[str, Any] = {"stream_options": _StreamOptions, "prediction": _
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
-    "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -355,12 +413,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
     "return_token_strs": (False,),
     "chat_template": ("",),
     "documents": ([],),
@@ -419,7 +473,10 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
     fields, ignored = _read(body, _CompletionFields, limits)
     prompts = _prompts(fields.prompt, limits)
     logprobs = None if fields.logprobs is None else _top_count("logprobs", fields.logprobs, limits)
-    echo = bool(fields.echo)
+    echo, suffix = bool(fields.echo), fields.suffix or ""
+    if suffix and (echo or not all(isinstance(prompt, str) for prompt in prompts)):
+        reason = "it does not go with echo" if echo else "the prompt must be text"
+        raise invalid("suffix", f"suffix={_shown(suffix)}: {reason}; leave one of them out")
     name, max_tokens = _max_tokens(fields, minimum=0)
     max_tokens = 16 if max_tokens is None else max_tokens
     if max_tokens == 0 and not echo:
@@ -438,6 +495,7 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
         max_tokens=max_tokens,
         logprobs=logprobs,
         echo=echo,
+        suffix=suffix,
         add_special_tokens=_or(fields.add_special_tokens, True),
         ignored=ignored,
     )
@@ -480,6 +538,7 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
         max_tokens=_max_tokens(fields, minimum=1)[1],
         logprobs=logprobs,
         chat_template_kwargs=settings,
+        chat_end=_chat_end(fields),
         ignored=(*ignored, *unread),
     )
 
@@ -507,6 +566,7 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
             _messages(fields.messages, limits),
             "messages",
             chat_template_kwargs=settings,
+            chat_end=_chat_end(fields),
             ignored=(*ignored, *unread),
         )
     if fields.prompt is UNSET or fields.messages is not UNSET:
@@ -517,10 +577,42 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
     return TokenizeRequest(_text("prompt", fields.prompt), "prompt", has_special, ignored=ignored)
 
 
+def read_detokenize(body: bytes, limits: Limits) -> DetokenizeRequest:
+    """Parse the body of ``/detokenize``: token ids.
+
+    Raises:
+        RequestError: The body is invalid. The message names the parameter, its value and a remedy.
+
+    Examples:
+        >>> from specjax.serving.http.requests import Limits, read_detokenize
+        >>> read_detokenize(b'{"tokens": [9000]}', Limits(names=("tiny",), vocab_size=3072))
+        Traceback (most recent call last):
+        specjax.serving.http.errors.RequestError: tokens: token id 9000 does not exist; ...
+    """
+    fields, ignored = _read(body, _DetokenizeFields, limits)
+    if fields.tokens is UNSET:
+        raise invalid("tokens", "tokens: it is missing; give a list of token ids")
+    _check_tokens("tokens", fields.tokens, limits)
+    return DetokenizeRequest(fields.tokens, ignored)
+
+
+def _chat_end(fields: _ChatFields | _TokenizeFields) -> ChatEnd:
+    """Return where the text of a chat ends."""
+    if not fields.continue_final_message:
+        return "messages" if fields.add_generation_prompt is False else "answer"
+    if fields.add_generation_prompt:
+        message = (
+            "continue_final_message=true: the last message goes on, so no answer begins; give"
+            " add_generation_prompt=false, or leave it out"
+        )
+        raise invalid("continue_final_message", message)
+    return "last message"
+
+
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DECODERS: dict[Any, Callable[[Any], Any]] = {}
 
-Fields = TypeVar("Fields", _CompletionFields, _ChatFields, _TokenizeFields)
+Fields = TypeVar("Fields", _CompletionFields, _ChatFields, _TokenizeFields, _DetokenizeFields)
 
 
 def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tuple[str, ...]]:
@@ -584,13 +676,13 @@ def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
 
     It counts their commas, before memory is allocated for the ids.
     """
-    for name in ("prompt", "stop_token_ids"):
+    for name in ("prompt", "tokens", "stop_token_ids"):
         text = bytes(raw.get(name, b""))
         first = text[1:].lstrip()[:1]
         if not (text.startswith(b"[") and first and first in b"[-0123456789"):
             continue
         maximum = MAX_TEXTS
-        if name == "prompt":
+        if name != "stop_token_ids":
             if limits.capacity is None:
                 maximum = math.inf
             else:
@@ -770,6 +862,8 @@ def _request(
         params=params,
         grammar_name=grammar_name,
         stop=stop,
+        prompt_logprobs=_prompt_logprobs(fields, limits),
+        return_token_ids=bool(fields.return_token_ids),
         prediction=_prediction(fields.prediction, limits),
         stream=stream,
         include_usage=bool(options.include_usage),
@@ -849,8 +943,22 @@ def _or(value: Any, default: Any) -> Any:
 def _top_count(name: str, count: int, limits: Limits) -> int:
     """Check the number of top log-probabilities, and return it."""
     if limits.max_logprobs < 1:
-        raise invalid("logprobs", "logprobs: this server has none (--max-logprobs 0); leave it out")
+        name = "prompt_logprobs" if name == "prompt_logprobs" else "logprobs"
+        raise invalid(name, f"{name}: this server has none (--max-logprobs 0); leave it out")
     return _whole(name, count, 0, limits.max_logprobs)
+
+
+def _prompt_logprobs(fields: _TextFields, limits: Limits) -> int | None:
+    """Return the number of top log-probabilities per token of the prompt; None: none."""
+    if fields.prompt_logprobs is None:
+        return None
+    if fields.stream:
+        message = (
+            f"prompt_logprobs={_shown(fields.prompt_logprobs)}: a stream has none; leave it out, or"
+            " give stream=false"
+        )
+        raise invalid("prompt_logprobs", message)
+    return _top_count("prompt_logprobs", fields.prompt_logprobs, limits)
 
 
 def _stop(stop: str | list[str] | None) -> tuple[str, ...]:

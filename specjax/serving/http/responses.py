@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from specjax.errors import InputError, LogitsError
 from specjax.evaluation.metrics import Acceptance
-from specjax.serving.handle import EngineError, Handle, Piece
+from specjax.serving.handle import EngineError, Handle, Piece, TokenLogprobs
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.requests import TextRequest
 from specjax.serving.http.tokens import TokenTexts
@@ -112,18 +112,47 @@ class Answer:
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """Return the whole answer, after all texts have ended, from the pieces of each text."""
-        kind = "chat.completion" if self.request.is_chat else "text_completion"
+        request = self.request
+        kind = "chat.completion" if request.is_chat else "text_completion"
         choices = [self._choice(index, text_pieces) for index, text_pieces in enumerate(pieces)]
-        return (
-            self._head
-            | {"object": kind, "choices": choices, "usage": self.usage()}
-            | self._metrics()
-        )
+        answer = self._head | {"object": kind, "choices": choices, "usage": self.usage()}
+        if request.is_chat:  # it has one prompt
+            answer |= self._of_prompt(0)
+        else:
+            for index, choice in enumerate(choices):
+                choice.update(self._of_prompt(index))
+        return answer | self._metrics()
+
+    def _of_prompt(self, index: int) -> dict[str, Any]:
+        """Return what an answer says about the prompt of a choice."""
+        request, parts = self.request, {}
+        if request.return_token_ids:
+            parts["prompt_token_ids"] = list(self.prompts[index // request.n])
+        if (count := request.prompt_logprobs) is not None:
+            parts["prompt_logprobs"] = [None] + [
+                self._by_token(logprobs, count) for logprobs in self.handles[index].prompt_logprobs
+            ]
+        return parts
+
+    def _by_token(self, logprobs: TokenLogprobs, count: int) -> dict[str, Any]:
+        """Return the log-probabilities at a position by token id, as vLLM does."""
+        top = dict(logprobs.top[:count])
+        ranks = {token: rank for rank, (token, _) in enumerate(logprobs.top, 1)}
+        return {
+            str(token): {
+                "logprob": _finite(value),
+                "rank": ranks.get(token),
+                "decoded_token": self._texts.text(token),
+            }
+            for token, value in ({logprobs.token: logprobs.logprob} | top).items()
+        }
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         handle, request = self.handles[index], self.request
         choice: dict[str, Any] = {"index": index, "finish_reason": handle.finish_reason}
         choice |= self._completed(index)
+        if request.return_token_ids:
+            choice["token_ids"] = list(handle.tokens)
         if request.logprobs is None:
             logprobs = []
         else:
@@ -139,31 +168,28 @@ class Answer:
             choice["logprobs"] = None
         else:
             first = [*self._echoed(index)] if request.echo else []
-            choice["logprobs"] = self._completion_logprobs(index, [*first, *map(_entry, logprobs)])
+            entries = map(self._entry, logprobs)
+            choice["logprobs"] = self._completion_logprobs(index, [*first, *entries])
         return choice
 
     # --- in chunks --------------------------------------------------------------------------------
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the chunk before a choice's text: a chat's role, or the echoed prompt; or None."""
-        if self.request.is_chat:
-            return self._chunk(
-                index,
-                {
-                    "delta": {"role": "assistant", "content": ""},
-                    "logprobs": None,
-                    "finish_reason": None,
-                },
-            )
-        if not self.request.echo:
+        """Return the chunk before a choice's text, or None.
+
+        It has a chat's role, the echoed prompt, or the prompt's token ids.
+        """
+        request = self.request
+        choice: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+        if request.is_chat:
+            choice |= {"delta": {"role": "assistant", "content": ""}}
+            return self._chunk(index, choice) | self._of_prompt(index)
+        if not request.echo and not request.return_token_ids:
             return None
-        if self.request.logprobs is None:
-            logprobs = None
-        else:
-            logprobs = self._completion_logprobs(index, [*self._echoed(index)])
-        return self._chunk(
-            index, {"text": self.prompt_text(index), "logprobs": logprobs, "finish_reason": None}
-        )
+        choice |= {"text": self.prompt_text(index) if request.echo else ""}
+        if request.echo and request.logprobs is not None:
+            choice["logprobs"] = self._completion_logprobs(index, [*self._echoed(index)])
+        return self._chunk(index, choice | self._of_prompt(index))
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any] | None:
         """Return the chunk of a piece, or None if it would be empty."""
@@ -175,8 +201,9 @@ class Answer:
             if request.is_chat:
                 logprobs = self._chat_logprobs(piece.logprobs)
             else:
-                logprobs = self._completion_logprobs(index, [*map(_entry, piece.logprobs)])
-        if not piece.text and logprobs is None and not (request.include_accepted and piece.tokens):
+                logprobs = self._completion_logprobs(index, [*map(self._entry, piece.logprobs)])
+        lists_tokens = request.include_accepted or request.return_token_ids
+        if not piece.text and logprobs is None and not (lists_tokens and piece.tokens):
             return None
         choice: dict[str, Any] = (
             {"delta": {"content": piece.text}} if request.is_chat else {"text": piece.text}
@@ -185,6 +212,8 @@ class Answer:
         if request.include_accepted:
             choice["accepted"] = [[text, accepted] for text, accepted in spans]
             choice |= {"tokens": len(piece.tokens), "accepted_tokens": sum(piece.accepted)}
+        if request.return_token_ids:
+            choice["token_ids"] = list(piece.tokens)
         return self._chunk(index, choice)
 
     def last(self, index: int) -> dict[str, Any]:
@@ -269,7 +298,7 @@ class Answer:
     def _echoed(self, index: int) -> Iterable[tuple[int, float | None, Any]]:
         """Yield the entries of the prompt's tokens. The first one has no log-probability."""
         yield self.prompts[index // self.request.n][0], None, None
-        yield from map(_entry, self.handles[index].prompt_logprobs)
+        yield from map(self._entry, self.handles[index].prompt_logprobs)
 
     def _completion_logprobs(
         self, index: int, entries: Sequence[tuple[int, float | None, Any]]
@@ -298,10 +327,19 @@ class Answer:
         """Return the log-probabilities in the format of ``/v1/chat/completions``."""
         content = [
             self._token_object(chosen.token, chosen.logprob)
-            | {"top_logprobs": [self._token_object(token, value) for token, value in chosen.top]}
+            | {
+                "top_logprobs": [
+                    self._token_object(token, value)
+                    for token, value in chosen.top[: self.request.logprobs]
+                ]
+            }
             for chosen in logprobs
         ]
         return {"content": content, "refusal": None}
+
+    def _entry(self, logprobs: TokenLogprobs) -> tuple[int, float, Any]:
+        # The engine reports more of them if the request's prompt_logprobs is larger.
+        return logprobs.token, _finite(logprobs.logprob), logprobs.top[: self.request.logprobs]
 
     def _token_object(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -309,10 +347,6 @@ class Answer:
             "logprob": _finite(logprob),
             "bytes": list(self._texts.bytes_of(token)),
         }
-
-
-def _entry(logprobs: Any) -> tuple[int, float, Any]:
-    return logprobs.token, _finite(logprobs.logprob), logprobs.top
 
 
 def _finite(logprob: float) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specjax.errors import InputError
+from specjax.fill_in_the_middle import encode_gap
 from specjax.grammars import CheckerBusyError, Grammar, GrammarChecker
 from specjax.sampling import SAMPLING_NAMES
 from specjax.serving.engine import Engine
@@ -25,8 +26,8 @@ from specjax.serving.http.requests import Limits, TextRequest
 from specjax.serving.http.responses import draining_error
 from specjax.serving.http.tokens import TokenTexts
 from specjax.serving.scheduler import QueueFullError
-from specjax.templates import Settings, names_read
-from specjax.text import encode_continuation
+from specjax.templates import ChatEnd, Settings, names_read
+from specjax.text import encode_chat, encode_continuation
 
 MAX_REQUEST_LOGPROBS = 500_000
 """The largest number of log-probabilities of an answer, the top ones included: some 50 MB."""
@@ -273,7 +274,14 @@ class Service:
         for prompt in request.prompts:
             submission.check()
             prompts.append(
-                self.encode(prompt, name, request.add_special_tokens, request.chat_template_kwargs)
+                self.encode(
+                    prompt,
+                    name,
+                    request.add_special_tokens,
+                    request.chat_template_kwargs,
+                    request.chat_end,
+                    request.suffix,
+                )
             )
         max_new_tokens = [self._max_new_tokens(request, len(tokens), name) for tokens in prompts]
         _check_logprobs(request, prompts, max_new_tokens)
@@ -284,8 +292,8 @@ class Service:
                 prediction = self.engine.encode_prediction(prediction)
         options = {
             "stop": request.stop,
-            "logprobs": request.logprobs,
-            "echo": request.echo and request.logprobs is not None,
+            "logprobs": request.top_count,
+            "echo": request.scores_prompt,
             "prediction": prediction,
             "spans": request.include_accepted,
             "tenant": "" if self.options.share_prefixes else owner,
@@ -326,6 +334,8 @@ class Service:
         name: str,
         add_special_tokens: bool = True,
         chat_template_kwargs: Settings | None = None,
+        chat_end: ChatEnd = "answer",
+        suffix: str = "",
     ) -> list[int]:
         """Return the token ids of a prompt.
 
@@ -337,19 +347,29 @@ class Service:
             name: the parameter to name in errors.
             add_special_tokens: whether to begin a text with the tokenizer's special tokens.
             chat_template_kwargs: the arguments of the chat template beside the messages.
+            chat_end: where the text of a chat ends.
+            suffix: the text after the gap that the model fills; empty: there is no gap.
 
         Raises:
             RequestError: The prompt is invalid or too long.
         """
         is_text = isinstance(prompt, str) or isinstance(prompt[0], Mapping)
-        length = _characters(prompt) + _characters([chat_template_kwargs or {}]) if is_text else 0
+        length = 0
+        if is_text:
+            length = sum(map(_characters, (prompt, [chat_template_kwargs or {}], suffix)))
         if length > self._max_characters:
             message = (
                 f"{name}: its {length} characters make more than {self.engine.capacity} tokens, the"
                 " longest text; shorten it"
             )
             raise invalid(name, message, code="context_length_exceeded")
+        if suffix:
+            with _as_answers("suffix"):
+                return self.engine.encode(encode_gap(self.engine.tokenizer, prompt, suffix))
         with _as_answers(name):
+            if chat_end != "answer":
+                tokens = encode_chat(self.engine.tokenizer, prompt, chat_template_kwargs, chat_end)
+                return self.engine.encode(tokens)
             if isinstance(prompt, str) and not add_special_tokens:
                 tokens = encode_continuation(self.engine.tokenizer, prompt)
                 return self.engine.encode(tokens)
@@ -408,13 +428,13 @@ def _check_logprobs(
         prompts: the token ids of each prompt.
         max_new_tokens: the limit of tokens of each prompt's texts.
     """
-    if request.logprobs is None:
+    if (count := request.top_count) is None:
         return
-    read = sum(map(len, prompts)) if request.echo else 0
+    read = sum(map(len, prompts)) if request.scores_prompt else 0
     tokens = (read + sum(max_new_tokens)) * request.n
-    if tokens * (request.logprobs + 1) > MAX_REQUEST_LOGPROBS:
+    if tokens * (count + 1) > MAX_REQUEST_LOGPROBS:
         message = (
-            f"logprobs: {request.logprobs} for each of {tokens} tokens, but a request may have"
+            f"logprobs: {count} for each of {tokens} tokens, but a request may have"
             f" {MAX_REQUEST_LOGPROBS} in all; give a smaller number, fewer tokens, or fewer prompts"
             " at a time"
         )

@@ -20,6 +20,7 @@ from typing import Any
 import httpx2
 import pytest
 
+import specjax
 from specjax.errors import InputError
 from specjax.serving.handle import Handle, RowProgress
 from specjax.serving.http import app, requests, responses, run, service
@@ -156,6 +157,59 @@ def test_what_the_engine_is_given() -> None:
     assert {name: settings[name] for name in expected} == expected
     ask(engine, cache_salt="mine")
     assert engine.submitted[1].settings["cache_salt"] == "mine"
+
+
+def test_token_ids_are_returned_whole_and_in_a_stream() -> None:
+    engine = MadeUpEngine("The text.")
+    whole = ask(engine, max_tokens=4, n=2, return_token_ids=True).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in whole] == [[97, 98]] * 2
+    assert [choice["token_ids"] for choice in whole] == [[*map(ord, "The ")]] * 2
+    answer = chat(engine, max_tokens=4, return_token_ids=True).json()
+    assert answer["prompt_token_ids"] == [*map(ord, "user:Hi\n")]
+    assert answer["choices"][0]["token_ids"] == [*map(ord, "The ")]
+    stream = {"max_tokens": 4, "stream": True, "return_token_ids": True}
+    first, *chunks = events(ask(engine, **stream))
+    assert first["choices"][0]["prompt_token_ids"] == [97, 98]
+    ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
+    assert ids == [*map(ord, "The ")]
+    first, *chunks = events(chat(engine, **stream))
+    assert first["prompt_token_ids"] == [*map(ord, "user:Hi\n")]
+    assert "token_ids" not in ask(engine, max_tokens=4).json()["choices"][0]
+
+
+def test_log_probabilities_of_the_prompt_have_ids_and_ranks() -> None:
+    engine = MadeUpEngine("The text.")
+    (choice,) = ask(engine, prompt="abc", max_tokens=2, prompt_logprobs=2).json()["choices"]
+    assert choice["logprobs"] is None
+    assert engine.submitted[0].settings["echo"] is True
+    none, second, third = choice["prompt_logprobs"]
+    assert none is None
+    assert second == {
+        "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+        "99": {"logprob": -1.5, "rank": 2, "decoded_token": "c"},
+    }
+    assert list(third) == ["99", "100"]
+    answer = chat(engine, max_tokens=2, prompt_logprobs=0, logprobs=True, top_logprobs=1).json()
+    assert [len(position) for position in answer["prompt_logprobs"][1:]] == [1] * 7
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
+    assert len(ask(engine, max_tokens=1, logprobs=1, prompt_logprobs=3).json()["choices"]) == 1
+    tops = ask(engine, max_tokens=1, logprobs=1, prompt_logprobs=3).json()["choices"][0]["logprobs"]
+    assert [len(top) for top in tops["top_logprobs"]] == [1]
+
+
+def test_small_answers_about_the_server() -> None:
+    engine = MadeUpEngine()
+    assert ask(engine, "/version", "GET").json() == {"version": specjax.__version__}
+    for method in ("GET", "POST"):
+        assert ask(engine, "/ping", method).status_code == 200
+    closed = service_of(engine, api_keys=("a-key",))
+    assert ask(closed, "/ping", "POST", content="", headers={"Content-Type": ""}).status_code == 200
+    refused(ask(closed, "/version", "GET"), 401)
+    tokens = ask(engine, "/tokenize", content='{"prompt": "ab é"}').json()["tokens"]
+    text = ask(engine, "/detokenize", content=json.dumps({"tokens": tokens, "other": 1}))
+    assert text.json() == {"prompt": "ab é"}
+    assert text.headers["x-specjax-ignored"] == "other"
 
 
 def test_each_api_key_is_a_tenant_unless_all_share_prefixes() -> None:

@@ -93,6 +93,46 @@ def test_a_chat_and_its_stream_are_the_same(client: openai.OpenAI) -> None:
     assert as_text.choices[0].text == whole.choices[0].message.content
 
 
+def test_what_the_model_goes_on_writing_is_the_last_message(client: openai.OpenAI) -> None:
+    messages: Any = [
+        {"role": "user", "content": "import sys"},
+        {"role": "assistant", "content": "import os\nimport "},
+    ]
+    more = {"continue_final_message": True, "return_token_ids": True}
+    answer = client.chat.completions.create(
+        **GREEDY, messages=messages, max_tokens=8, extra_body=more
+    )
+    body = {"messages": messages, "continue_final_message": True}
+    ids = json.loads(post_raw(client, "/tokenize", body))["tokens"]
+    assert answer.model_extra["prompt_token_ids"] == ids
+    text = json.loads(post_raw(client, "/detokenize", {"tokens": ids}))["prompt"]
+    assert text.endswith("import os\nimport ")
+    written = answer.choices[0].model_extra["token_ids"]
+    as_text = client.completions.create(
+        **GREEDY, prompt=ids, max_tokens=8, extra_body={"return_token_ids": True}
+    )
+    assert as_text.choices[0].model_extra["token_ids"] == written
+    assert as_text.choices[0].text == answer.choices[0].message.content
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_an_echo(client: openai.OpenAI) -> None:
+    echoed = client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=0, echo=True, logprobs=2
+    ).choices[0]
+    scored = client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=4, extra_body={"prompt_logprobs": 2}
+    ).choices[0]
+    assert scored.logprobs is None
+    ids = json.loads(post_raw(client, "/tokenize", {"prompt": PROMPT}))["tokens"]
+    none, *positions = scored.model_extra["prompt_logprobs"]
+    assert none is None
+    values = [
+        position[str(token)]["logprob"] for token, position in zip(ids[1:], positions, strict=True)
+    ]
+    assert values == echoed.logprobs.token_logprobs[1:]
+    assert all(2 <= len(position) <= 3 for position in positions)
+
+
 def post_raw(client: openai.OpenAI, path: str, body: dict) -> str:
     url = str(client.base_url).removesuffix("/v1/") + path
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -272,7 +312,10 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, server: Server) -> No
         client.completions.create(model="gpt-4o", prompt="a")
     with pytest.raises(openai.BadRequestError, match="suffix") as caught:
         client.completions.create(model="tiny", prompt="a", suffix="b")
-    assert (caught.value.param, caught.value.code) == ("suffix", "unsupported_parameter")
+    assert caught.value.param == "suffix"  # this tokenizer has no tokens that mark a gap
+    with pytest.raises(openai.BadRequestError, match="length_penalty") as caught:
+        client.completions.create(model="tiny", prompt="a", extra_body={"length_penalty": 2})
+    assert (caught.value.param, caught.value.code) == ("length_penalty", "unsupported_parameter")
     with pytest.raises(openai.BadRequestError, match=f"{CAPACITY}"):
         client.completions.create(model="tiny", prompt=[5] * CAPACITY, max_tokens=1)
     with pytest.raises(openai.BadRequestError, match="top_p"):

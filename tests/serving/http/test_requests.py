@@ -18,6 +18,7 @@ from specjax.serving.http.requests import (
     Limits,
     read_chat,
     read_completion,
+    read_detokenize,
     read_tokenize,
 )
 
@@ -376,6 +377,49 @@ def test_special_tokens_may_be_left_out_of_a_prompt_and_are_a_template_s_in_a_ch
     assert refusal("chat", add_special_tokens=True).param == "add_special_tokens"
 
 
+def test_the_end_of_a_chat_is_read() -> None:
+    assert read("chat").chat_end == "answer"
+    assert read("chat", add_generation_prompt=True).chat_end == "answer"
+    assert read("chat", add_generation_prompt=False).chat_end == "messages"
+    assert read("chat", continue_final_message=True).chat_end == "last message"
+    both_of_them = {"continue_final_message": True, "add_generation_prompt": False}
+    assert read("chat", **both_of_them).chat_end == "last message"
+    error = refusal("chat", continue_final_message=True, add_generation_prompt=True)
+    assert error.param == "continue_final_message"
+    body = {"messages": CHAT["messages"], "continue_final_message": True}
+    assert read_tokenize(json.dumps(body).encode(), LIMITS).chat_end == "last message"
+    assert refusal(continue_final_message=True).param == "continue_final_message"
+    assert refusal(add_generation_prompt=False).param == "add_generation_prompt"
+
+
+@both
+def test_log_probabilities_of_the_prompt_are_read(kind: str) -> None:
+    request = read(kind, prompt_logprobs=3)
+    assert (request.prompt_logprobs, request.logprobs, request.top_count) == (3, None, 3)
+    assert request.scores_prompt
+    more = {"logprobs": 5} if kind == "completion" else {"logprobs": True, "top_logprobs": 5}
+    assert read(kind, prompt_logprobs=0, **more).top_count == 5
+    assert not read(kind, **more).scores_prompt
+    assert "a stream has none" in refusal(kind, prompt_logprobs=1, stream=True).message
+    bare = dataclasses.replace(LIMITS, max_logprobs=0)
+    assert refusal(kind, limits=bare, prompt_logprobs=0).param == "prompt_logprobs"
+
+
+def test_a_suffix_needs_a_text_and_no_echo() -> None:
+    assert read(suffix=" end").suffix == " end"
+    assert (read().suffix, read(suffix="").suffix, read(suffix=None).suffix) == ("", "", "")
+    for wrong in ({"echo": True}, {"prompt": [1, 2]}, {"prompt": [[1], [2]]}):
+        assert refusal(suffix=" end", **wrong).param == "suffix"
+    assert refusal("chat", suffix=" end").param == "suffix"
+
+
+@pytest.mark.parametrize("tokens", [None, "a", [100], [-1], [0.5], 5])
+def test_what_has_no_text_is_refused(tokens: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_detokenize(json.dumps({"tokens": tokens}).encode(), LIMITS)
+    assert (caught.value.status, caught.value.param) == (400, "tokens")
+
+
 @both
 def test_a_salt_and_a_priority_are_read(kind: str) -> None:
     assert (read(kind).cache_salt, read(kind, cache_salt="mine").cache_salt) == ("", "mine")
@@ -408,6 +452,8 @@ WRONG = [
     ("ignore_eos", [1, "yes"]),
     ("cache_salt", ["", "x" * 257, 5, ["a"]]),
     ("priority", [2**31, "0", False, 0.5]),
+    ("prompt_logprobs", [-1, 21, "1", True]),
+    ("return_token_ids", [1, "yes"]),
     (
         "prediction",
         [
