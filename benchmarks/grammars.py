@@ -251,10 +251,10 @@ def runs_of(part: Part, rows: int, bench: Bench, config: GrammarsConfig) -> dict
     if part == "taught":
         prompt = text.encode(bench.engines["drafts"].tokenizer, teach.PROMPT)
         schema = specjax.JsonSchema(teach.SCHEMA, whitespace=False)
-        begun = [{"prompt": prompt, "choice": row} for row in range(rows)]
-        records = [{**request, "grammar": schema} for request in begun]
+        requests = [{"prompt": prompt, "choice": row} for row in range(rows)]
+        records = [{**request, "grammar": schema} for request in requests]
         return {
-            "free": Run("drafts", begun),
+            "free": Run("drafts", requests),
             "constrained": Run("drafts", records),
             "free calls": Run("drafts", records, "free"),
             "masked steps": Run("drafts", records, "masked"),

@@ -87,12 +87,13 @@ class PagePool:
         total: the number of pages.
 
     Examples:
-        >>> from specjax.serving.pages import PagePool
+        >>> from specjax.serving.pages import PagePool, chunk_key
         >>> pool = PagePool(4)
         >>> pages = pool.take(3)
         >>> pool.available, pool.take(2)  # too few: nothing is taken
         (1, None)
-        >>> prefix = pool.register(None, (7, 8, 9), tuple(pages[:1]), prefix_state=None)
+        >>> key = chunk_key([7, 8, 9, 1], start=0, end=2)
+        >>> prefix = pool.register(None, key, tuple(pages[:1]), prefix_state=None)
         >>> pool.find([7, 8, 9, 1], chunk=2, max_length=3) == [prefix]
         True
     """

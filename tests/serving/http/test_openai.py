@@ -107,11 +107,11 @@ def test_what_the_model_goes_on_writing_is_the_last_message(client: openai.OpenA
     assert answer.model_extra["prompt_token_ids"] == ids
     text = json.loads(post_raw(client, "/detokenize", {"tokens": ids}))["prompt"]
     assert text.endswith("import os\nimport ")
-    written = answer.choices[0].model_extra["token_ids"]
+    token_ids = answer.choices[0].model_extra["token_ids"]
     as_text = client.completions.create(
         **GREEDY, prompt=ids, max_tokens=8, extra_body={"return_token_ids": True}
     )
-    assert as_text.choices[0].model_extra["token_ids"] == written
+    assert as_text.choices[0].model_extra["token_ids"] == token_ids
     assert as_text.choices[0].text == answer.choices[0].message.content
 
 
