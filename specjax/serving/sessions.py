@@ -68,7 +68,7 @@ from msgspec import UNSET
 
 from specjax import wire
 from specjax.errors import InputError
-from specjax.grammars import Grammar
+from specjax.grammars import CompiledGrammar, Grammar
 from specjax.sampling import SAMPLING_NAMES
 from specjax.sampling_params import SamplingParams
 from specjax.serving import clients
@@ -89,11 +89,11 @@ A client that is cut off for this reason may connect again and resume.
 """
 
 
-CompileGrammar = Callable[[Grammar, Callable[[InputError | None], None]], None]
+CompileGrammar = Callable[[Grammar, Callable[[CompiledGrammar | InputError], None]], None]
 """A function that compiles a grammar in another thread.
 
-It returns at once, and calls its second argument in that thread when it is done: with None, or with
-the reason why the grammar is refused.
+It returns at once. When the grammar is compiled, or if it is already, it calls its second argument,
+in any thread: with the compiled grammar, or with the reason why the grammar is refused.
 """
 
 
@@ -286,6 +286,7 @@ class _Session:
         counted_as: the name under which it counts for the limits; empty: it does not count.
         precision: the format of the hidden states that are sent.
         params: the sampling parameters.
+        grammar: the compiled grammar of ``params``; None: there is none, or the engine compiles it.
         prompt: the number of tokens of the prompt.
         text: the committed tokens, prompt included.
         nonce: the nonce of the Open that it began with.
@@ -311,6 +312,7 @@ class _Session:
     counted_as: str
     precision: wire.Precision
     params: SamplingParams
+    grammar: CompiledGrammar | None
     prompt: int
     text: "array[int]"
     nonce: bytes = b""
@@ -485,41 +487,58 @@ class Sessions:
             self._compiling[key] = connection  # the answer goes to the newest connection
             return
         if (refusal := self._refusal(message)) is None:
-            waiting = sum(counted_as == owner for counted_as, _ in self._compiling)
-            if waiting >= self.terms.max_of_owner:
+            waiting = self._waiting_grammars(connection.counted_as)
+            if waiting is not None:
                 refusal = "full", f"{waiting} grammars wait to be compiled; try again later"
             try:
                 grammar = _params_of(message).grammar
             except InputError as error:
                 refusal = "invalid", str(error)
         if refusal is not None:
-            self._send(connection, wire.RefusedMessage(code=refusal[0], message=refusal[1][:1000]))
+            self._send(connection, _refused(*refusal))
             return
         self._compiling[key] = connection
 
-        def go_on(error: InputError | None) -> None:
+        def go_on(compiled: CompiledGrammar | InputError) -> None:
             newest = self._compiling.pop(key)
-            if error is not None:
-                code = "full" if isinstance(error, QueueFullError) else "invalid"
-                refused = wire.RefusedMessage(code=code, message=str(error)[:1000])
-                self._send(newest, refused)
+            if isinstance(compiled, InputError):
+                code = "full" if isinstance(compiled, QueueFullError) else "invalid"
+                self._send(newest, _refused(code, str(compiled)))
             elif not newest.is_lost:
-                self._open(newest, message)
+                self._open(newest, message, compiled)
 
-        def post(error: InputError | None) -> None:
-            self._post(partial(go_on, error))
+        def post(compiled: CompiledGrammar | InputError) -> None:
+            self._post(partial(go_on, compiled))
 
         assert grammar is not None
         compile_grammar(grammar, post)
 
-    def _open(self, connection: Connection, message: wire.OpenMessage) -> None:
-        """Open a session, and have its text prefilled."""
+    def _waiting_grammars(self, counted_as: str) -> int | None:
+        """Return how many grammars wait, if no other one may; None: there is room.
+
+        The bounds are those of sessions: of one API key or address, and of all.
+        """
+        of_owner = sum(
+            bool(counted_as) and waiting.counted_as == counted_as
+            for waiting in self._compiling.values()
+        )
+        if of_owner >= self.terms.max_of_owner:
+            return of_owner
+        return len(self._compiling) if len(self._compiling) >= self.terms.sessions else None
+
+    def _open(
+        self,
+        connection: Connection,
+        message: wire.OpenMessage,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
+        """Open a session, and have its text prefilled. Its grammar may be compiled already."""
         same = [
             old for old in self._sessions.values() if old.is_of(connection.owner, message.nonce)
         ]
         before = same[0] if same else None
         if before is None and (refusal := self._refusal(message)) is not None:
-            self._send(connection, wire.RefusedMessage(code=refusal[0], message=refusal[1][:1000]))
+            self._send(connection, _refused(*refusal))
             return
         if before is not None and before.connection is connection:  # the message was repeated
             self._send(connection, self._opened(before))
@@ -536,6 +555,7 @@ class Sessions:
             return
         # The Opened was lost with its connection, so the client cannot resume the session.
         if before is not None:
+            grammar = before.grammar  # an equal one: a repeated message is the same
             self._end(before)
         try:
             to_end = self._session_to_end(connection.counted_as)
@@ -545,6 +565,7 @@ class Sessions:
                 connection.counted_as,
                 message.precision,
                 _params_of(message),
+                grammar,
                 message.prompt,
                 array("i", wire.unpack(message.tokens).tolist()),
                 nonce=message.nonce,
@@ -553,7 +574,7 @@ class Sessions:
             self._read(session, message.known)
         except InputError as error:
             code = "full" if isinstance(error, QueueFullError) else "invalid"
-            self._send(connection, wire.RefusedMessage(code=code, message=str(error)[:1000]))
+            self._send(connection, _refused(code, str(error)))
             return
         if to_end is not None:  # only now, because a text that is refused must not end another one
             self.statistics.dropped += 1
@@ -640,6 +661,7 @@ class Sessions:
                 listener=listener,
                 owner=session.counted_as,
                 tenant="" if self.terms.share_prefixes else session.owner,
+                compiled_grammar=session.grammar,
             )
         except EngineError as error:
             raise FrameError(1011, f"{error}") from None
@@ -804,7 +826,7 @@ class Sessions:
             connection = session.connection
             self._end(session)
             if connection is not None:
-                self._refuse(connection, session, "full", str(error)[:1000])
+                self._refuse(connection, session, "full", str(error))
         except (FrameError, InputError) as error:
             self._end(session)
             raise error if isinstance(error, FrameError) else FrameError(4400, str(error)) from None
@@ -818,7 +840,7 @@ class Sessions:
         )
 
     def _refuse(self, connection: Connection, session: _Session, code: str, message: str) -> None:
-        self._send(connection, wire.RefusedMessage(code=code, message=message, session=session.id))
+        self._send(connection, _refused(code, message, session.id))
 
     # --- events of the engine ---------------------------------------------------------------------
 
@@ -936,6 +958,12 @@ class Sessions:
         self.statistics.away = sum(
             session.connection is None for session in self._sessions.values()
         )
+
+
+def _refused(code: str, message: str, session: bytes = b"") -> wire.RefusedMessage:
+    """Return a Refused that can be encoded: an error may quote what a client has sent."""
+    text = message.encode(errors="replace").decode()[:1000]
+    return wire.RefusedMessage(code=code, message=text, session=session)
 
 
 def _pieces(event: clients.RowFeatures) -> list[clients.RowFeatures]:

@@ -5,7 +5,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -18,8 +19,10 @@ from specjax.client.exchange import Exchange, ExchangeRequest, check_params
 from specjax.client.journal import Journal
 from specjax.errors import InputError
 from specjax.grammars import Grammar
+from specjax.grammars import matcher as matcher_module
 from specjax.sampling import make_key
-from specjax.serving import ClientDrafts, DraftVerified, Engine, RowDropped, RowReady
+from specjax.serving import ClientDrafts, DraftVerified, Engine, RowDropped, RowReady, sessions
+from specjax.serving.http.drafts import Drafts
 from specjax.serving.sessions import Sessions, Terms
 from tests.client.simulation import Faults, SlowDevice, reference, run
 from tests.client.test_faults import CAPACITY, SHAPES, drawn_request
@@ -27,6 +30,7 @@ from tests.conftest import compilations, tiny_target
 from tests.decoding.test_constrained import END, GRAMMARS, VOCABULARY, compiler
 from tests.grammars.oracle import Oracle
 from tests.grammars.tokenizers_for_tests import small_tokenizer
+from tests.serving.http.made_up import MadeUpEngine
 
 NODES, DEPTH, NEW, PATIENCE = 8, 4, 16, 120
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -144,6 +148,18 @@ def test_a_text_that_no_token_ends_ends_with_its_grammar(served) -> None:
         served.open_row([*PROMPT, *text], prompt_length=8, listener=events.put, **options)
     with pytest.raises(InputError, match="2 tokens after the prompt do not satisfy the grammar"):
         served.open_row([*PROMPT, 7, 7], prompt_length=8, listener=events.put, **options)
+    nothing = options | {"grammar": specjax.Regex("")}
+    with pytest.raises(InputError, match="no token can follow the 0 tokens"):
+        served.open_row(PROMPT, listener=events.put, **nothing)
+    # "abc" is forced after "ab", and its letters alone are not the engine's tokens.
+    letters = [compiler()._tokenizer.tokenize_str(letter)[0] for letter in "abc"]
+    with pytest.raises(InputError, match="3 tokens after the prompt do not satisfy the grammar"):
+        served.open_row(
+            [*PROMPT, *letters],
+            prompt_length=8,
+            listener=events.put,
+            **options | {"grammar": specjax.Choice(["abcab"])},
+        )
 
 
 @pytest.mark.full
@@ -162,6 +178,18 @@ def test_a_text_that_cannot_go_on_is_dropped_with_the_reason(served) -> None:
         row.verify(np.array([row.tokens[-1]]), np.array([-1]))
         event = next_event(events)
     assert "cannot go on: the next token must be a stop token" in event.reason
+
+
+@pytest.mark.full
+def test_a_row_whose_grammar_meets_a_limit_is_dropped_with_its_name(served, monkeypatch) -> None:
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    options = {"grammar": specjax.Regex("a+"), "max_new_tokens": 9, "eos_token_ids": (END,)}
+    row = served.open_row(PROMPT, listener=events.put, **options)
+    assert isinstance(next_event(events), RowReady)
+    monkeypatch.setattr(matcher_module, "STEP_SECONDS", -1.0)
+    row.verify(np.array([row.tokens[-1]]), np.array([-1]))
+    event = next_event(events)
+    assert isinstance(event, RowDropped) and "its masks take too long" in event.reason
 
 
 # --- over the wire --------------------------------------------------------------------------------
@@ -274,10 +302,10 @@ def test_a_session_waits_for_its_grammar_and_is_opened_once() -> None:
         """An engine that notes the parameters of its rows."""
 
         def __init__(self) -> None:
-            self.opened: list[SamplingParams] = []
+            self.opened: list[tuple[SamplingParams, Any]] = []
 
-        def open_row(self, tokens, params, *, listener, **options):
-            self.opened.append(params)
+        def open_row(self, tokens, params, *, listener, compiled_grammar, **options):
+            self.opened.append((params, compiled_grammar))
 
     rows, terms = Rows(), Terms(sessions_per_owner=2)
     client = Opening(
@@ -293,14 +321,80 @@ def test_a_session_waits_for_its_grammar_and_is_opened_once() -> None:
     client.ask(grammar.source, nonce=b"2" * 16)
     client.ask(grammar.source, nonce=b"3" * 16)
     assert client.answers == ["full 2 grammars wait to be compiled; try again later"]
-    jobs[0][1](None)
+    compiled = compiler().compile(grammar)
+    jobs[0][1](compiled)
     jobs[1][1](InputError("grammar: no"))
     client.work.get()()
     client.work.get()()
     assert client.answers[1:] == ["opened ", "invalid grammar: no"]
-    assert [params.grammar.source for params in rows.opened] == [grammar.source]
+    assert [params.grammar.source for params, _ in rows.opened] == [grammar.source]
     client.ask(grammar.source)
     assert len(jobs) == 2 and client.answers[3:] == ["opened "]
+    # Whenever the text is read again, its compiled grammar is there, whatever was forgotten.
+    client.connection.lost()
+    client.connection = client.sessions.connect("me", client.frames.append, print)
+    client.ask(grammar.source)  # the answer was lost, and another session begins
+    assert len(jobs) == 2 and client.answers[4:] == ["opened "]
+    opened = wire.decode_down(client.frames[-1])
+    assert isinstance(opened, wire.OpenedMessage)
+    resume = wire.ResumeMessage(
+        session=opened.session, epoch=1, base=len(PROMPT), digest=wire.digest(PROMPT), known=0
+    )
+    client.sessions.terms = replace(terms, tells={"hidden": (2,)})
+    (session,) = client.sessions._sessions.values()
+    session.sent_tokens = 4  # they were lost on the way
+    client.connection.receive(wire.encode(resume))
+    assert [read_with for _, read_with in rows.opened] == [compiled] * 3
+
+
+def test_a_grammar_takes_no_more_characters_on_the_wire_than_its_author_wrote() -> None:
+    """Check a text that the server's own limit of 256,000 characters allows, and a longer one."""
+    for letters in ("ä" * 250_000, "\U0001f642" * 200_000, "\ud800", 'a"\\d\n'):
+        grammar = specjax.Regex(letters)
+        params = SamplingParams(grammar=grammar)
+        check_params(params)
+        frame = Exchange(ExchangeRequest((5, 6), params)).hello()
+        assert len(frame) < wire.MOST_UP
+        message = wire.decode_up(frame)
+        assert isinstance(message, wire.OpenMessage) and isinstance(message.grammar, str)
+        assert Grammar.of_source(message.grammar).source == grammar.source
+    engine_of_server: Any = MadeUpEngine()
+    engine_of_server.client_drafts = SimpleNamespace(
+        tells=lambda target: {}, nodes=4, depth=2, drafter=None
+    )
+    engine_of_server.target.fingerprint = lambda: ""
+    engine_of_server.has_grammars = True
+    assert Drafts(engine_of_server).max_frame_bytes >= 4 * 250_000
+    with pytest.raises(InputError, match="the client protocol allows 262144; give a shorter"):
+        check_params(SamplingParams(grammar=specjax.Choice(["a" * 300_000])))
+
+
+def test_a_refusal_that_quotes_half_a_character_can_be_sent() -> None:
+    refused = sessions._refused("invalid", "it has \ud800" + "x" * 2000)
+    answer = wire.decode_down(wire.encode(refused))
+    assert isinstance(answer, wire.RefusedMessage)
+    assert answer.message.startswith("it has ?xx") and len(answer.message) == 1000
+
+
+def test_waiting_grammars_count_as_sessions_do() -> None:
+    """Check that the waiting grammars of one address do not stop another's, without API keys."""
+    jobs: list[Any] = []
+    client = Opening(
+        lambda post: Sessions(
+            cast(Any, None),
+            Terms(sessions=4, sessions_per_owner=1),
+            post=post,
+            compile_grammar=lambda *job: jobs.append(job),
+        )
+    )
+    refusals = []
+    for number, address in enumerate(["1.2.3.4", "1.2.3.4", "5.6.7.8", "", "", ""]):
+        client.connection = client.sessions.connect("", client.frames.append, print, address)
+        client.ask(specjax.Regex("a" * (number + 1)).source, nonce=bytes([number]) * 16)
+        refusals.append(len(client.answers))
+    # The second of an address is refused. Those without a name do not count, up to all sessions.
+    assert refusals == [0, 1, 1, 1, 1, 2] and len(jobs) == 4
+    assert client.answers[1] == "full 4 grammars wait to be compiled; try again later"
 
 
 def test_a_grammar_and_what_is_not_verified_are_refused() -> None:
