@@ -1049,14 +1049,14 @@ def test_between_two_chunks_of_an_ended_text_no_row_and_no_page_is_held() -> Non
 
 
 def test_rereading_takes_free_pages_and_evicts_nothing() -> None:
-    scheduler = make_scheduler(pages=6)
-    end_text(scheduler, [3] * 18, [4])  # four chunks stay, two pages are free
+    scheduler = make_scheduler(pages=13)
+    end_text(scheduler, [3] * 18, [4])  # four chunks stay, and five pages are free
     end_text(scheduler, [1] * 2, [2] * 5)
     before = set(scheduler._pools[0]._prefixes)
-    # The second text's chunk takes one of the two free pages.
     assert len(before) == 4 and reread_all(scheduler) == [(0, [1, 1, 2, 2])]
     scheduler._ended.add(EndedText([5] * 14, NO_TENANT, 0))
-    assert reread_all(scheduler) == [(0, [5] * 4)]  # the rest finds no free page, and is dropped
+    # One chunk takes two of the three free pages. For the next one there are too few.
+    assert reread_all(scheduler) == [(0, [5] * 4)]
     assert scheduler._pools[0]._prefixes > before and not scheduler.has_ended_texts
     assert cached_tokens(scheduler, [3] * 18) == 16
 
@@ -1067,7 +1067,7 @@ def test_which_texts_are_read_once_more() -> None:
     end_text(scheduler, prompt, [2] * 8, tenant=Tenant("mine"))
     assert len(reread_all(scheduler)) == 2
     text = [*prompt, *[2] * 8]
-    assert (cached_tokens(scheduler, text, Tenant("mine")), cached_tokens(scheduler, text)) == (12, 4)
+    assert (cached_tokens(scheduler, text, Tenant("mine")), cached_tokens(scheduler, text)) == (12, 0)
     # A stop string cuts a text; what follows it is not read.
     request = scheduler.submit([3] * 6, 8)
     read_all(scheduler)
@@ -1103,7 +1103,7 @@ def test_a_text_gives_way_to_its_next_turn_and_the_oldest_to_many() -> None:
 
 
 def test_an_ended_text_takes_the_place_of_one_prefix_state() -> None:
-    scheduler = make_scheduler(pages=32, capacity=80, prefix_states=3)
+    scheduler = make_scheduler(pages=32, capacity=80, prefix_states=5)
     end_text(scheduler, [3] * 6, [4])
     prompt, output = [1] * 14, [2] * 20
     end_text(scheduler, prompt, output)
@@ -1641,7 +1641,7 @@ def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
     events = run_schedules(range(800))
     # Each of these must happen often, or the schedules would test little.
     names = ("done", "cancelled", "shared", "preempted", "reread")
-    assert min(events[name] for name in names) > 200
+    assert min(events[name] for name in names) > 120
 
 
 def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
@@ -1654,7 +1654,7 @@ def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
 def test_random_schedules_with_idle_clients_lose_nothing_and_starve_nobody() -> None:
     events = run_schedules(range(350), SimulationWithIdleClients)
     names = ("done", "cancelled", "shared", "preempted", "reread", "dropped", "suspended", "resumed")
-    assert min(events[name] for name in names) > 30
+    assert min(events[name] for name in names) > 20
 
 
 class CheckedSimulation(SimulationWithClients):
@@ -1898,7 +1898,14 @@ def rereading_with_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rereading_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "idle", property(lambda scheduler: not scheduler._rereads))
+    next_rereads = Scheduler.next_rereads
+
+    def always(scheduler):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Scheduler, "idle", True)
+            return next_rereads(scheduler)
+
+    monkeypatch.setattr(Scheduler, "next_rereads", always)
 
 
 def rereading_from_one_page_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
