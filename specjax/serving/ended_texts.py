@@ -1,10 +1,10 @@
 """The texts that have ended and are to be read once more. Plain Python, without JAX.
 
-The next turn of a chat begins with the last prompt and its answer. The prompt's chunks are prefixes,
-but the answer's entries are not: decoding wrote them, in calls of other shapes, so they may differ in
-their last bits from those that a prefill writes, and a text would depend on who was there before.
-So the engine reads an ended text as if it were a prompt, chunk by chunk, while it has nothing else
-to do. `specjax.serving.scheduler.Scheduler.next_rereads` has the rules.
+The next turn of a chat begins with the last prompt and its answer. The prompt's chunks are
+prefixes, but the answer's entries are not: decoding wrote them, in calls of other shapes. They may
+differ in their last bits from those that a prefill writes, and a text would depend on who was there
+before. So the engine reads an ended text as if it were a prompt, chunk by chunk, while it has
+nothing else to do. `specjax.serving.scheduler.Scheduler.next_rereads` has the rules.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class EndedText:
 class EndedTexts:
     """The queue of ended texts, the oldest first.
 
-    A text that a longer one begins with is left out, because its chunks are the longer one's too. If
+    A text that a longer one begins with is left out, because the longer one has its chunks, too. If
     the queue is full, the oldest text is dropped.
 
     Examples:

@@ -232,17 +232,7 @@ class EngineLoop:
         try:
             while True:
                 with self.wake:
-                    untimed, rereads = None, []
-                    while not (self._has_work() or self.closing):
-                        if (
-                            self.programs.error is not None
-                            or (rereads := self._next_rereads())
-                            or (untimed := self._next_untimed()) is not None
-                        ):
-                            break
-                        self.wake.wait(self._seconds_to_sleep())
-                    if not rereads:
-                        self._idle_since = None
+                    rereads, untimed = self._wait_for_work()
                     if self.closing:
                         break
                     if self.programs.error is not None:
@@ -250,15 +240,8 @@ class EngineLoop:
                 if rereads:
                     self._read_again(rereads)
                     continue
-                # Time one program per turn, so that a new request waits for one at most. Without
-                # the lock, because the call takes as long as several decoding steps.
                 if untimed is not None:
-                    seconds = self.device.time_decoding(
-                        self._config.placeholder_settings(), *untimed
-                    )
-                    with self.wake:
-                        self.choice.seconds[untimed] = seconds
-                    self._pending = 0
+                    self._time(untimed)
                     continue
                 has_prefilled = self._prefill_prompts()
                 self.clients.verify()
@@ -291,6 +274,36 @@ class EngineLoop:
                 self._together.end()
             self.device.release()
 
+    def _wait_for_work(self) -> tuple[list[RereadChunk], tuple[int, int] | None]:
+        """Sleep until there is something to do, and return what to do if nobody waits for it.
+
+        It needs the lock.
+
+        Returns:
+            The chunks of ended texts to read once more, and what to time. There is at most one of
+            the two, so that a new request waits for no more. With neither, there is work, or the
+            thread is to end.
+        """
+        while not (self._has_work() or self.closing or self.programs.error is not None):
+            self._idle_since = self._idle_since or time.monotonic()
+            if rereads := self._next_rereads():
+                return rereads, None
+            if (untimed := self._next_untimed()) is not None:
+                return [], untimed
+            self.wake.wait(self._seconds_to_sleep())
+        self._idle_since = None
+        return [], None
+
+    def _time(self, untimed: tuple[int, int]) -> None:
+        """Time one program, a width and a drafter's index.
+
+        Without the lock, because the call takes as long as several decoding steps.
+        """
+        seconds = self.device.time_decoding(self._config.placeholder_settings(), *untimed)
+        with self.wake:
+            self.choice.seconds[untimed] = seconds
+        self._pending = 0
+
     def _has_work(self) -> bool:
         """Return whether anything is to be prefilled, decoded, verified or delivered.
 
@@ -320,12 +333,11 @@ class EngineLoop:
     def _next_rereads(self) -> list[RereadChunk]:
         """Return the chunks of ended texts to read once more now. It needs the lock.
 
-        There is nothing else to do. So there are chunks if that has been so for `REREAD_AFTER`, and
-        no client is about to send a draft, which would have to wait.
+        There are none before nothing has been to do for `REREAD_AFTER`, or while a client may send
+        a draft at any moment, which would have to wait.
         """
-        now = time.monotonic()
-        self._idle_since = now if self._idle_since is None else self._idle_since
-        if now - self._idle_since < REREAD_AFTER or self.clients.are_drafting:
+        assert self._idle_since is not None
+        if time.monotonic() - self._idle_since < REREAD_AFTER or self.clients.are_drafting:
             return []
         return self.scheduler.next_rereads()
 

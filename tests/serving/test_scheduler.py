@@ -1067,7 +1067,10 @@ def test_which_texts_are_read_once_more() -> None:
     end_text(scheduler, prompt, [2] * 8, tenant=Tenant("mine"))
     assert len(reread_all(scheduler)) == 2
     text = [*prompt, *[2] * 8]
-    assert (cached_tokens(scheduler, text, Tenant("mine")), cached_tokens(scheduler, text)) == (12, 0)
+    assert (cached_tokens(scheduler, text, Tenant("mine")), cached_tokens(scheduler, text)) == (
+        12,
+        0,
+    )
     # A stop string cuts a text; what follows it is not read.
     request = scheduler.submit([3] * 6, 8)
     read_all(scheduler)
@@ -1653,7 +1656,16 @@ def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
 
 def test_random_schedules_with_idle_clients_lose_nothing_and_starve_nobody() -> None:
     events = run_schedules(range(350), SimulationWithIdleClients)
-    names = ("done", "cancelled", "shared", "preempted", "reread", "dropped", "suspended", "resumed")
+    names = (
+        "done",
+        "cancelled",
+        "shared",
+        "preempted",
+        "reread",
+        "dropped",
+        "suspended",
+        "resumed",
+    )
     assert min(events[name] for name in names) > 20
 
 
