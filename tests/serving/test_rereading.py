@@ -346,19 +346,28 @@ def note_reads(
 ) -> list[tuple[str, int]]:
     """Return a list of the prefill calls from now on: their kind and start.
 
-    ``on_first`` is called while the first chunk that is read once more is queued.
+    ``on_first`` is called while the first chunk that is read once more is queued. Before the call
+    that follows such a chunk, the engine must have waited for the device.
     """
-    read, order = engine._loop._read, []
+    read, wait, order = engine._loop._read, engine._loop.device.wait, []
+    waits: list[int] = []
+
+    def note_and_wait() -> None:
+        waits.append(len(order))
+        wait()
 
     def note_and_read(chunks: Any, *arguments: Any, **options: Any) -> Any:
         (chunk,) = chunks
         is_reread = isinstance(chunk, RereadChunk)
+        if order and order[-1][0] == "again" and waits[-1:] != [len(order)]:
+            order.append(("without waiting", 0))
         order.append(("again" if is_reread else "prompt", chunk.start))
         if is_reread and len([kind for kind, _ in order if kind == "again"]) == 1:
             on_first()
         return read(chunks, *arguments, **options)
 
     monkeypatch.setattr(engine._loop, "_read", note_and_read)
+    monkeypatch.setattr(engine._loop.device, "wait", note_and_wait)
     return order
 
 
@@ -381,7 +390,7 @@ def test_a_request_that_comes_waits_for_one_chunk_and_shares_it(monkeypatch) -> 
     assert order[:2] == [("prompt", 0), ("prompt", 16)]
     assert order[2:4] == [("again", 16), ("prompt", 32)]
     assert [start for kind, start in order[4:] if kind == "again"][:5] == [32, 48, 64, 80, 96]
-    assert handles[0].cached_tokens == 32
+    assert handles[0].cached_tokens == 32 and ("without waiting", 0) not in order
 
 
 def test_a_closed_loop_is_not_delayed(monkeypatch) -> None:
