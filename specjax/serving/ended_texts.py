@@ -25,12 +25,14 @@ class EndedText:
         tenant: whose text it is. Only requests of the same tenant share its prefixes.
         shard: the shard that has its prefixes.
         newest: the prefix of its chunk that was read once more last; None: there is none.
+        read: the number of its first tokens up to the end of that chunk.
     """
 
     tokens: Sequence[int]
     tenant: Tenant
     shard: int
     newest: Prefix | None = None
+    read: int = 0
 
     def begins(self, text: "EndedText") -> bool:
         """Return whether another text of the same tenant and shard begins with this one."""

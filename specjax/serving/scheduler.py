@@ -514,7 +514,7 @@ class Scheduler:
 
         There are none unless the scheduler is idle. `was_reread` must follow before the next call
         that gives rows out. A text is dropped once all of its full chunks are prefixes, or if its
-        shard has too few free pages.
+        shard has too few free pages, or has evicted what was read once more.
         """
         if not self.idle:
             return []
@@ -536,6 +536,7 @@ class Scheduler:
             pool.drop_prefix_state(above)
         end = chunk.start + chunk.count
         key = chunk_key(text.tokens, chunk.start, end, text.tenant)
+        text.read = end
         text.newest = pool.register(above, key, chunk.new_pages, prefix_state)
         for prefix in [*prefixes, text.newest][::-1]:
             pool.let_go(prefix)
@@ -549,7 +550,9 @@ class Scheduler:
             length = len(text.tokens)
             chain = pool.find(text.tokens, size, length - 1, text.tenant)
             start = len(chain) * size
-            pages = pool.take_free(size // self._page) if start + size < length else None
+            # No chunk twice: its pages were needed meanwhile, and may be again.
+            goes_on = text.read <= start and start + size < length
+            pages = pool.take_free(size // self._page) if goes_on else None
             if pages is None:
                 self._ended.remove(text)
                 continue

@@ -1061,6 +1061,16 @@ def test_rereading_takes_free_pages_and_evicts_nothing() -> None:
     assert cached_tokens(scheduler, [3] * 18) == 16
 
 
+def test_no_chunk_of_an_ended_text_is_read_once_more_twice() -> None:
+    scheduler = make_scheduler()
+    end_text(scheduler, [1] * 6, [2] * 10)
+    for chunk in scheduler.next_rereads():
+        scheduler.was_reread(chunk, "state")
+    scheduler._pools[0].forget_prefixes()  # as if requests had needed the pages
+    assert scheduler.has_ended_texts
+    assert scheduler.next_rereads() == [] and not scheduler.has_ended_texts
+
+
 def test_each_tenant_has_its_own_ended_texts() -> None:
     scheduler, mine = make_scheduler(), Tenant("mine")
     end_text(scheduler, [1] * 3, [2] * 8, mine)
