@@ -50,7 +50,7 @@ class EndedTexts:
     """The queue of ended texts, the oldest first.
 
     A text that a longer one begins with is left out, because the longer one has its chunks, too. If
-    the queue is full, the oldest text is dropped.
+    there are too many texts or tokens, the oldest texts are dropped.
 
     Examples:
         >>> from specjax.serving.ended_texts import EndedText, EndedTexts
@@ -62,9 +62,15 @@ class EndedTexts:
         (2, [8, 9])
     """
 
-    def __init__(self, most: int = MAX_ENDED) -> None:
-        """Make an empty queue of at most ``most`` texts."""
-        self._most = most
+    def __init__(self, most: int = MAX_ENDED, most_tokens: int | None = None) -> None:
+        """Make an empty queue.
+
+        Args:
+            most: the largest number of texts.
+            most_tokens: the largest number of tokens of all texts together, apart from the newest
+                text; None: no limit.
+        """
+        self._most, self._most_tokens = most, most_tokens
         self._texts: list[EndedText] = []
 
     def __len__(self) -> int:
@@ -77,6 +83,10 @@ class EndedTexts:
         self._texts = [queued for queued in self._texts if not queued.begins(text)]
         self._texts.append(text)
         del self._texts[: -self._most]
+        if self._most_tokens is not None:
+            lengths = [len(queued.tokens) for queued in self._texts]
+            while len(lengths) > 1 and sum(lengths) > self._most_tokens:
+                del lengths[0], self._texts[0]
 
     def first(self, shard: int) -> EndedText | None:
         """Return the oldest text of a ``shard``, or None."""

@@ -285,7 +285,8 @@ class Scheduler:
         self._away_changes = 0  # how often a client was disconnected or connected again
         self._client_rows, self._idle_seconds, self._clock = client_rows, idle_seconds, clock
         self._urgent_after, self._calls = urgent_after, 0
-        self._reread, self._ended = reread, EndedTexts()
+        # Texts of more tokens than all pages hold could not be read once more anyway.
+        self._reread, self._ended = reread, EndedTexts(most_tokens=shards * pages * page)
         # The chunks that are being read once more, at most one per shard.
         self._rereads: list[RereadChunk] = []
         self._suspended: set[Request] = set()

@@ -1113,6 +1113,12 @@ def test_a_text_gives_way_to_its_next_turn_and_the_oldest_to_many() -> None:
     texts.add(EndedText([1, 2, 3, 4], NO_TENANT, 1))
     assert [text.tokens for text in texts._texts] == [[1, 2, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
     assert texts.first(2) is None
+    few = EndedTexts(most_tokens=8)
+    for token in (1, 2, 3):
+        few.add(EndedText([token] * 4, NO_TENANT, 0))
+    assert [text.tokens[0] for text in few._texts] == [2, 3]
+    few.add(EndedText([4] * 9, NO_TENANT, 0))
+    assert [text.tokens[0] for text in few._texts] == [4]
 
 
 def test_an_ended_text_takes_the_place_of_one_prefix_state() -> None:
