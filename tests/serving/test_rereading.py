@@ -177,6 +177,8 @@ def test_a_next_turn_of_a_chat_of_4000_tokens(kind, thoughts) -> None:
 
 
 def forget(engine: Engine) -> None:
+    """Forget all texts that have ended."""
+    wait_for_rereads(engine)
     with engine._loop.wake:
         for pool in engine._loop.scheduler._pools:
             pool.forget_prefixes()
