@@ -50,6 +50,8 @@ class ServeConfig:
             429.
         urgent_after: number of decode calls after which a waiting request goes before all
             priorities.
+        reread: "on" reads texts that have ended once more while the server is idle, so that the
+            next turn of a chat finds them in the prefix cache; "off" does not. Texts are the same.
         client_rows: maximum number of rows for the drafting clients of one API key, or of one
             address if there are no keys; further clients wait. 0 is half of ``rows``, at least 1.
         client_sessions: maximum number of open sessions of such clients. A further session replaces
@@ -124,6 +126,7 @@ class ServeConfig:
     capacity: int = 0
     max_queue: int = 64
     urgent_after: int = 256
+    reread: Literal["on", "off"] = "on"
     client_rows: int = 0
     client_sessions: int = 0
     cache_gb: float = 0.0
@@ -304,6 +307,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         "chunk": config.chunk or None,
         "max_waiting": config.max_queue,
         "urgent_after": config.urgent_after,
+        "reread": config.reread == "on",
         "max_logprobs": config.max_logprobs,
         "max_prediction": config.max_prediction,
         "grammars": may_constrain,

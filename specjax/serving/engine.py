@@ -83,6 +83,7 @@ class Engine:
         client_rows: int | None = None,
         client_idle_seconds: float = 1.0,
         urgent_after: int = 256,
+        reread: bool = True,
         warm: bool = True,
     ) -> None:
         """Compile all programs, or those that a first request needs, and start the thread.
@@ -128,6 +129,9 @@ class Engine:
                 a waiting request. The client gets a row again when it sends its next draft.
             urgent_after: the number of decode calls after which a waiting request goes before all
                 priorities.
+            reread: whether texts that have ended are read once more while the engine has nothing
+                else to do, so that the next turn of a chat shares their prefix. No text depends on
+                it.
             warm: whether to compile and time everything before this returns. Otherwise this returns
                 as soon as a plain request in one row can be answered, and the rest is compiled in
                 the background. Texts are the same; more rows and drafts are used as their programs
@@ -164,6 +168,8 @@ class Engine:
             )
         if not is_whole(urgent_after) or urgent_after < 1:
             raise InputError(f"urgent_after={urgent_after!r}: must be a whole number, at least 1")
+        if not isinstance(reread, bool):
+            raise InputError(f"reread={reread!r}: must be True or False")
         together = config.together()
         if together is not None and not together.is_first:
             raise InputError(
@@ -193,6 +199,7 @@ class Engine:
             client_rows=client_rows,
             idle_seconds=client_idle_seconds,
             urgent_after=urgent_after,
+            reread=reread,
         )
         self._loop = EngineLoop(config, device, scheduler, together, warm=warm)
         # A thread that still uses the device would crash the interpreter at its exit.
@@ -617,6 +624,7 @@ _FIRST_PROCESS_ALONE = (
     "client_rows",
     "client_idle_seconds",
     "urgent_after",
+    "reread",
     "warm",
 )
 """Arguments of `Engine` that `follow` ignores, because only the first process uses them."""

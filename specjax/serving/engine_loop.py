@@ -2,7 +2,8 @@
 
 A turn prefills up to a chunk of tokens in each group of rows, verifies the drafts of clients, and
 makes one decode call for the running rows. While the device works on that call, the texts of the
-previous call are delivered.
+previous call are delivered. While there is nothing to do, texts that have ended are read once more,
+a chunk at a time (`specjax.serving.ended_texts`).
 
 ``EngineLoop.wake`` is the lock: other threads submit and cancel requests at any time. The device's
 state belongs to this thread alone, and is used without the lock.
@@ -44,11 +45,17 @@ from specjax.serving.device import (
 from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
 from specjax.serving.pages import Tenant
 from specjax.serving.programs import Programs
-from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
+from specjax.serving.scheduler import PrefillChunk, Request, RereadChunk, Scheduler
 from specjax.serving.statistics import EngineStatistics, copies_of, difference
 from specjax.serving.totals import Totals
 
 _LOGGER = logging.getLogger(__name__)
+
+REREAD_AFTER = 0.1
+"""The seconds without work after which ended texts are read once more.
+
+A program that sends its next request as soon as it has an answer would wait for a chunk otherwise.
+"""
 
 
 class EngineLoop:
@@ -114,7 +121,9 @@ class EngineLoop:
         # The seconds of catching up that no decode call has been charged with yet.
         self._uncharged = 0.0
         self._pending = 0  # tokens that a paused drafter has yet to read, at most, in any row
-        self._counters = {"read": 0, "shared": 0, "calls": 0}
+        self._counters = {"read": 0, "shared": 0, "reread": 0, "calls": 0}
+        # Since when there is nothing to do, by `time.monotonic`; None: there was something.
+        self._idle_since: float | None = None
         self.handles: dict[Request, Handle] = {}
         self.clients = Clients(device, scheduler, self.wake)
         self.closing = False
@@ -199,6 +208,7 @@ class EngineLoop:
                 pages=self.sizes.pages * self._groups,
                 prompt_tokens_read=self._counters["read"],
                 prompt_tokens_shared=self._counters["shared"],
+                tokens_reread=self._counters["reread"],
                 preemptions=scheduler.preemptions,
                 decode_calls=self._counters["calls"],
                 generated=self._total.generated,
@@ -222,27 +232,16 @@ class EngineLoop:
         try:
             while True:
                 with self.wake:
-                    untimed = None
-                    while not (self._has_work() or self.closing):
-                        if (
-                            self.programs.error is not None
-                            or (untimed := self._next_untimed()) is not None
-                        ):
-                            break
-                        self.wake.wait(self._seconds_until_idle())
+                    rereads, untimed = self._wait_for_work()
                     if self.closing:
                         break
                     if self.programs.error is not None:
                         raise self.programs.error
-                # Time one program per turn, so that a new request waits for one at most. Without
-                # the lock, because the call takes as long as several decoding steps.
+                if rereads:
+                    self._read_again(rereads)
+                    continue
                 if untimed is not None:
-                    seconds = self.device.time_decoding(
-                        self._config.placeholder_settings(), *untimed
-                    )
-                    with self.wake:
-                        self.choice.seconds[untimed] = seconds
-                    self._pending = 0
+                    self._time(untimed)
                     continue
                 has_prefilled = self._prefill_prompts()
                 self.clients.verify()
@@ -275,6 +274,36 @@ class EngineLoop:
                 self._together.end()
             self.device.release()
 
+    def _wait_for_work(self) -> tuple[list[RereadChunk], tuple[int, int] | None]:
+        """Sleep until there is something to do, and return what to do if nobody waits for it.
+
+        It needs the lock.
+
+        Returns:
+            The chunks of ended texts to read once more, and what to time. There is at most one of
+            the two, so that a new request waits for no more. With neither, there is work, or the
+            thread is to end.
+        """
+        while not (self._has_work() or self.closing or self.programs.error is not None):
+            self._idle_since = self._idle_since or time.monotonic()
+            if rereads := self._next_rereads():
+                return rereads, None
+            if (untimed := self._next_untimed()) is not None:
+                return [], untimed
+            self.wake.wait(self._seconds_to_sleep())
+        self._idle_since = None
+        return [], None
+
+    def _time(self, untimed: tuple[int, int]) -> None:
+        """Time one program, a width and a drafter's index.
+
+        Without the lock, because the call takes as long as several decoding steps.
+        """
+        seconds = self.device.time_decoding(self._config.placeholder_settings(), *untimed)
+        with self.wake:
+            self.choice.seconds[untimed] = seconds
+        self._pending = 0
+
     def _has_work(self) -> bool:
         """Return whether anything is to be prefilled, decoded, verified or delivered.
 
@@ -286,13 +315,60 @@ class EngineLoop:
             or bool(self._undelivered or self._undelivered_logprobs)
         )
 
-    def _seconds_until_idle(self) -> float | None:
-        """Return the seconds until a waiting request may get an idle client's row; None: no limit.
+    def _seconds_to_sleep(self) -> float | None:
+        """Return the seconds until the thread must look for work again; None: no limit.
 
+        Then a waiting request may get an idle client's row, or an ended text may be read once more.
         It needs the lock.
         """
-        seconds = self.scheduler.seconds_until_idle()
-        return None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+        limits = [threading.TIMEOUT_MAX]
+        if (seconds := self.scheduler.seconds_until_idle()) is not None:
+            limits.append(seconds)
+        if self.scheduler.has_ended_texts and self._idle_since is not None:
+            remaining = self._idle_since + REREAD_AFTER - time.monotonic()
+            # Afterwards something is in the way, such as a client that drafts: look again later.
+            limits.append(remaining if remaining > 0 else REREAD_AFTER)
+        return min(limits) if len(limits) > 1 else None
+
+    def _next_rereads(self) -> list[RereadChunk]:
+        """Return the chunks of ended texts to read once more now. It needs the lock.
+
+        There are none before nothing has been to do for `REREAD_AFTER`, or while a client may send
+        a draft at any moment, which would have to wait.
+        """
+        assert self._idle_since is not None
+        if time.monotonic() - self._idle_since < REREAD_AFTER or self.clients.are_drafting:
+            return []
+        return self.scheduler.next_rereads()
+
+    def _read_again(self, chunks: Sequence[RereadChunk]) -> None:
+        """Read chunks of ended texts once more, and wait for the device.
+
+        So at most one chunk is queued, and a request that comes meanwhile waits for no more.
+        """
+        with self.wake:
+            table = self.scheduler.table.copy()
+        settings = self._config.placeholder_settings()
+        for chunk in chunks:
+            table[chunk.row, : len(chunk.pages)] = chunk.pages
+            self._begin_row(chunk, self._text_of(chunk.request, settings))
+        prefix_state, _, _ = self._read(chunks, table, logprobs=False)
+        with self.wake:
+            for chunk in chunks:
+                self._counters["reread"] += chunk.count
+                self.scheduler.was_reread(chunk, self._state_of(chunk, prefix_state))
+        self.device.wait()
+
+    def _state_of(self, chunk: PrefillChunk, prefix_state: Any) -> tuple[Any, np.int32]:
+        """Return a prefix state as the scheduler stores it: with the chunk's group of rows."""
+        return prefix_state, np.int32(self._group(chunk))
+
+    def _begin_row(self, chunk: PrefillChunk, row_text: device_rows.Text) -> None:
+        """Put the text of a first chunk into its row on the device."""
+        self._admitted[chunk.row] = chunk.request
+        for values in vars(self._device_stats).values():
+            values[chunk.row] = 0
+        self.device.admit(chunk.row, row_text, chunk.start, chunk.prefix_state)
 
     def _programs_changed(self) -> None:
         """Adjust the scheduler to the programs that are compiled now.
@@ -377,10 +453,7 @@ class EngineLoop:
             chunks = [chunk for chunk, _, _ in chosen]
             for chunk, recipient, row_text in chosen:
                 if row_text is not None:
-                    self._admitted[chunk.row] = chunk.request
-                    for values in vars(self._device_stats).values():
-                        values[chunk.row] = 0
-                    self.device.admit(chunk.row, row_text, chunk.start, chunk.prefix_state)
+                    self._begin_row(chunk, row_text)
                     self.device.adjust(chunk.row, self._adjustments(chunk.request, recipient))
             echoed = [
                 (recipient, chunk)
@@ -425,21 +498,22 @@ class EngineLoop:
         return chosen
 
     def _row_text(self, request: Request, recipient: Handle | ClientRow) -> device_rows.Text:
-        """Return a request's text and settings as arrays, for its new row on the device.
-
-        It also tells a handle that the row's counters start at 0.
-        """
-        tokens = np.zeros(self.sizes.capacity, np.int32)
-        tokens[: len(request.tokens)] = request.tokens
-        row_text = device_rows.Text(
-            tokens=tokens,
-            length=np.int32(len(request.tokens)),
-            max_length=np.int32(request.max_length),
-            **recipient.settings,
-        )
+        """Return what `_text_of` does, and tell a handle that the row's counters start at 0."""
+        row_text = self._text_of(request, recipient.settings)
         if isinstance(recipient, Handle):
             recipient.admitted()
         return row_text
+
+    def _text_of(self, request: Request, settings: Mapping[str, Any]) -> device_rows.Text:
+        """Return a request's text and settings as arrays, for its new row on the device."""
+        tokens = np.zeros(self.sizes.capacity, np.int32)
+        tokens[: len(request.tokens)] = request.tokens
+        return device_rows.Text(
+            tokens=tokens,
+            length=np.int32(len(request.tokens)),
+            max_length=np.int32(request.max_length),
+            **settings,
+        )
 
     def _adjustments(self, request: Request, recipient: Handle | ClientRow) -> Adjustments | None:
         """Return what a text has generated and what it bans, for its new row on the device.
@@ -465,7 +539,7 @@ class EngineLoop:
         """Record that a chunk was queued on the device. Needs the lock."""
         self._counters["read"] += chunk.count
         self._counters["shared"] += chunk.start if chunk.is_first else 0
-        self.scheduler.was_read(chunk, (prefix_state, np.int32(self._group(chunk))))
+        self.scheduler.was_read(chunk, self._state_of(chunk, prefix_state))
         self.clients.was_read(chunk, features)
         if chunk.is_last and chunk.request.state == "done":  # max_new_tokens is 0
             self._undelivered.append((self.handles.pop(chunk.request), RowProgress(done=True)))
@@ -923,7 +997,10 @@ class EngineLoop:
                 is_full = int(progress.lengths[row]) >= request.max_length
                 if row_progress.done and not is_full and matcher.is_stuck:
                     raise GrammarError([row])
-            self.scheduler.decoded(row, row_progress.tokens, row_progress.done)
+            has_failed = row_progress.error is not None
+            self.scheduler.decoded(
+                row, row_progress.tokens, row_progress.done, has_failed=has_failed
+            )
             if row_progress.done:
                 del self.handles[request]
             self._undelivered.append((handle, row_progress))
@@ -1002,8 +1079,9 @@ class EngineLoop:
                     self._give_up(handle.request, handle, error)
             del self._undelivered[index]
             if not goes_on and not row_progress.done:
+                length = handle.prompt_tokens + len(handle.tokens)
                 with self.wake:
-                    self.scheduler.cancel(handle.request)
+                    self.scheduler.cut(handle.request, length)
                     self.handles.pop(handle.request, None)
 
 

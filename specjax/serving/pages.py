@@ -141,6 +141,14 @@ class PagePool:
         del self._free[len(self._free) - count :]
         return pages
 
+    def take_free(self, count: int) -> list[int] | None:
+        """Allocate ``count`` pages that are free, and return them. Nothing is evicted.
+
+        Returns:
+            The pages; None, and nothing changes, if too few are free.
+        """
+        return self.take(count) if count <= len(self._free) else None
+
     def give_back(self, pages: Sequence[int]) -> None:
         """Free the ``pages`` of a row. They must not belong to a prefix."""
         self._free.extend(pages)
@@ -198,6 +206,11 @@ class PagePool:
         self._drop_prefix_states()
         return prefix
 
+    def drop_prefix_state(self, prefix: Prefix) -> None:
+        """Drop a prefix state that will hardly be used, if their number is limited."""
+        if self._prefix_states is not None:
+            prefix.prefix_state = DROPPED
+
     def forget_prefixes(self) -> None:
         """Evict all prefixes that no row uses."""
         while unheld := [
@@ -211,7 +224,8 @@ class PagePool:
 
         Args:
             row_pages: the pages that belong to rows alone.
-            row_prefixes: the prefixes that rows use, each once per row.
+            row_prefixes: the prefixes that rows use, each once per row. A chunk that is being read
+                once more counts like a row.
 
         Raises:
             RuntimeError: A page has no owner or two, or a prefix counts another number of rows than

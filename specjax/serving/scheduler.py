@@ -38,6 +38,11 @@ only when the client sends a draft. Such a row may be lost in two ways.
 
 The clients of one owner have at most ``client_rows`` rows at a time. Their further requests wait,
 and requests of others pass them.
+
+**Rereading.** What decoding wrote is not shared. A text that has ended is read once more instead,
+along the chunks of a prompt, and its chunks become prefixes. That happens only while no request
+waits, is prefilled or runs, and only with pages that are free: no prefix is evicted for it, and no
+request loses anything. No row or page is held between two such chunks.
 """
 
 import time
@@ -50,6 +55,7 @@ from typing import Any, Literal
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.serving.ended_texts import EndedText, EndedTexts
 from specjax.serving.pages import NO_TENANT, PagePool, Prefix, Tenant, chunk_key
 
 MAX_CHUNKS_BEFORE_OLDEST = 3
@@ -149,6 +155,30 @@ class PrefillChunk:
     prefix_state: Any
 
 
+@dataclass(frozen=True, eq=False)
+class RereadChunk(PrefillChunk):
+    """A chunk of an ended text, to read once more in a row that is free.
+
+    Its ``request`` stands for the text alone: it is in no queue and has no row. The chunk is full
+    and never the last one, so no text is decoded after it.
+
+    Attributes:
+        pages: the pages of the text up to the chunk's end, in order. They are not in the
+            scheduler's table.
+        text: the ended text.
+        prefixes: the prefixes before the chunk.
+    """
+
+    pages: tuple[int, ...]
+    text: EndedText
+    prefixes: tuple[Prefix, ...]
+
+    @property
+    def new_pages(self) -> tuple[int, ...]:
+        """The pages of the chunk itself."""
+        return self.pages[sum(len(prefix.pages) for prefix in self.prefixes) :]
+
+
 @dataclass
 class _RowContents:
     """The contents of a row that is in use.
@@ -217,6 +247,7 @@ class Scheduler:
         client_rows: int | None = None,
         idle_seconds: float = 1.0,
         urgent_after: int = 256,
+        reread: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make a scheduler whose rows and pages are free.
@@ -236,6 +267,7 @@ class Scheduler:
             idle_seconds: seconds without a draft after which a client is idle.
             urgent_after: the number of decode calls after which a waiting request goes before all
                 priority numbers.
+            reread: whether texts that have ended are stored, for `next_rereads`.
             clock: returns the time in seconds.
         """
         self._page, self._chunk, self._capacity = page, chunk, capacity
@@ -253,6 +285,10 @@ class Scheduler:
         self._away_changes = 0  # how often a client was disconnected or connected again
         self._client_rows, self._idle_seconds, self._clock = client_rows, idle_seconds, clock
         self._urgent_after, self._calls = urgent_after, 0
+        # Texts of more tokens than all pages hold could not be read once more anyway.
+        self._reread, self._ended = reread, EndedTexts(most_tokens=shards * pages * page)
+        # The chunks that are being read once more, at most one per shard.
+        self._rereads: list[RereadChunk] = []
         self._suspended: set[Request] = set()
         self._scheduled_at = clock()  # when rows were given out last
         self.preemptions = self.suspensions = 0
@@ -474,6 +510,77 @@ class Scheduler:
             self._free_row(chunk.request)
             chunk.request.state = "done"
 
+    def next_rereads(self) -> list[RereadChunk]:
+        """Return the chunks of ended texts to read once more now, at most one per shard.
+
+        There are none unless the scheduler is idle. `was_reread` must follow before the next call
+        that gives rows out. A text is dropped once all of its full chunks are prefixes, or if its
+        shard has too few free pages, or has evicted what was read once more.
+        """
+        if not self.idle:
+            return []
+        chunks = (self._next_reread(shard) for shard in range(len(self._pools)))
+        self._rereads = [chunk for chunk in chunks if chunk is not None]
+        return list(self._rereads)
+
+    def was_reread(self, chunk: RereadChunk, prefix_state: Any) -> None:
+        """Note that such a chunk was queued on the device, and make it a prefix.
+
+        The arguments are those of `was_read`.
+        """
+        self._rereads.remove(chunk)
+        pool, text, prefixes = self._pools[chunk.text.shard], chunk.text, list(chunk.prefixes)
+        above = prefixes[-1] if prefixes else None
+        # The next turn continues at the end of this text, or where its own tokens begin to differ.
+        # That is rarely in between, so a text takes the place of one large prefix state.
+        if above is not None and above is text.newest and above.holders == 1:
+            pool.drop_prefix_state(above)
+        end = chunk.start + chunk.count
+        key = chunk_key(text.tokens, chunk.start, end, text.tenant)
+        text.read = end
+        text.newest = pool.register(above, key, chunk.new_pages, prefix_state)
+        for prefix in [*prefixes, text.newest][::-1]:
+            pool.let_go(prefix)
+
+    def _next_reread(self, shard: int) -> RereadChunk | None:
+        """Return the next chunk of an ended text of a ``shard``, and allocate its pages."""
+        pool, size = self._pools[shard], self._chunk
+        rows = (row for row, contents in enumerate(self._rows) if contents is None)
+        row = next((row for row in rows if self._shard(row) == shard), None)
+        while row is not None and (text := self._ended.first(shard)) is not None:
+            length = len(text.tokens)
+            chain = pool.find(text.tokens, size, length - 1, text.tenant)
+            start = len(chain) * size
+            # No chunk twice: its pages were needed meanwhile, and may be again.
+            goes_on = text.read <= start and start + size < length
+            pages = pool.take_free(size // self._page) if goes_on else None
+            if pages is None:
+                self._ended.remove(text)
+                continue
+            pool.go_on_from(chain)
+            return RereadChunk(
+                request=Request(-1, list(text.tokens), length, 0, "reading", tenant=text.tenant),
+                row=row,
+                start=start,
+                width=size,
+                count=size,
+                is_first=True,
+                is_last=False,
+                prefix_state=chain[-1].prefix_state if chain else None,
+                pages=(*(page for prefix in chain for page in prefix.pages), *pages),
+                text=text,
+                prefixes=tuple(chain),
+            )
+        return None
+
+    def _note_end(self, request: Request, length: int) -> None:
+        """Store the first ``length`` tokens of a text that ends, if some chunk is no prefix yet."""
+        if not self._reread or request.row is None:
+            return
+        if (length - 1) // self._chunk > len(self._contents(request.row).prefixes):
+            tokens, shard = request.tokens[:length], self._shard(request.row)
+            self._ended.add(EndedText(tokens, request.tenant, shard))
+
     def can_go_on(self) -> bool:
         """Give rows to waiting requests, and return whether any row can be prefilled or decoded."""
         self._give_rows()
@@ -673,13 +780,28 @@ class Scheduler:
         assert request.row is not None
         return self._grow(request.row, min(len(request.tokens) - 1 + ahead, request.max_length - 1))
 
-    def decoded(self, row: int, tokens: Sequence[int], done: bool) -> None:
-        """Append new ``tokens`` to the text of a row, and free the row if the text is ``done``."""
+    def decoded(
+        self, row: int, tokens: Sequence[int], done: bool, *, has_failed: bool = False
+    ) -> None:
+        """Append new ``tokens`` to the text of a row, and free the row if the text is ``done``.
+
+        A text that ``has_failed`` is not read once more.
+        """
         request = self._contents(row).request
         request.tokens.extend(tokens)
         if done:
+            if not has_failed:
+                self._note_end(request, len(request.tokens))
             self._free_row(request)
             request.state = "done"
+
+    def cut(self, request: Request, length: int) -> None:
+        """End a text after its first ``length`` tokens, because of a stop string.
+
+        Like `cancel`, it does nothing if the request has ended.
+        """
+        self._note_end(request, length)
+        self.cancel(request)
 
     def swap(self, order: Sequence[int]) -> None:
         """Reorder the rows as on the device: row i becomes the former row ``order[i]``.
@@ -704,6 +826,8 @@ class Scheduler:
             request.state, request.row = "cancelled", None
         self._waiting.clear()
         self._suspended.clear()
+        self._ended.clear()
+        self._rereads = []
         self._rows = [None] * len(self._rows)
         # New pools also free what the device has stored for prefixes: their prefix states.
         self._pools = [PagePool(pool.total, self._prefix_states) for pool in self._pools]
@@ -733,7 +857,11 @@ class Scheduler:
         for shard, pool in enumerate(self._pools):
             in_shard = [self._contents(row) for row in self._of_shard(shard)]
             prefixes = [prefix for contents in in_shard for prefix in contents.prefixes]
-            pool.check([page for contents in in_shard for page in contents.pages], prefixes)
+            pages = [page for contents in in_shard for page in contents.pages]
+            for chunk in [chunk for chunk in self._rereads if chunk.text.shard == shard]:
+                prefixes += chunk.prefixes
+                pages += chunk.new_pages
+            pool.check(pages, prefixes)
         for row, contents in enumerate(self._rows):
             self._check_row(row, contents)
 
@@ -789,8 +917,13 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """True if no request waits, is prefilled or runs."""
-        return not self._waiting and len(self.held) == self.occupied
+        """True if no request waits, is prefilled or runs, and no ended text is read once more."""
+        return not self._waiting and len(self.held) == self.occupied and not self._rereads
+
+    @property
+    def has_ended_texts(self) -> bool:
+        """True if an ended text is to be read once more, as far as pages are free."""
+        return len(self._ended) > 0
 
     @property
     def free_pages(self) -> int:

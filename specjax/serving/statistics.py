@@ -21,6 +21,8 @@ class EngineStatistics:
         pages: all pages.
         prompt_tokens_read: prompt tokens that were computed.
         prompt_tokens_shared: prompt tokens that prefix caching saved.
+        tokens_reread: tokens of ended texts that were read once more, so that a chat's next turn
+            shares them.
         preemptions: how often a request was preempted for lack of pages.
         decode_calls: decode calls.
         generated: generated tokens.
@@ -55,6 +57,7 @@ class EngineStatistics:
     pages: int
     prompt_tokens_read: int
     prompt_tokens_shared: int
+    tokens_reread: int
     preemptions: int
     decode_calls: int
     generated: int

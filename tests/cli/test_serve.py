@@ -12,7 +12,14 @@ import pytest
 
 from specjax import pipeline
 from specjax.cli.main import main, parse_options
-from specjax.cli.serve import ServeConfig, choose_capacity, make_engine, read_drafts, read_keys
+from specjax.cli.serve import (
+    ServeConfig,
+    choose_capacity,
+    engine_options,
+    make_engine,
+    read_drafts,
+    read_keys,
+)
 from specjax.errors import InputError
 from specjax.serving import memory
 from tests.conftest import tiny_target
@@ -100,6 +107,19 @@ def test_the_type_of_the_cache_is_handed_on(monkeypatch) -> None:
     for dtype in ("float", "int8"):
         with pytest.raises(LookupError, match=dtype):
             make_engine(ServeConfig(cache_dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"), [([], True), (["--reread", "on"], True), (["--reread", "off"], False)]
+)
+def test_ended_texts_are_read_once_more_unless_that_is_off(
+    line: list[str], expected: bool, monkeypatch
+) -> None:
+    generator = pipeline.TextGenerator(tiny_target(), None)
+    monkeypatch.setattr(pipeline, "load", lambda *_, **__: generator)
+    line = ["--grammars", "off", "--capacity", "64", *line]
+    options, _ = engine_options(parse_options(ServeConfig, line, prog="serve"))
+    assert options["reread"] is expected
 
 
 @pytest.mark.parametrize(

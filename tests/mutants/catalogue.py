@@ -1540,6 +1540,62 @@ CATALOGUE = (
         breaks="A draft has tokens of the text that had the row before, which may be another tenant's.",
     ),
     Mutant(
+        name="rereading-evicts-prefixes",
+        file="specjax/serving/pages.py",
+        old="return self.take(count) if count <= len(self._free) else None",
+        new="return self.take(count)",
+        tests=(
+            "tests/serving/test_scheduler.py::test_rereading_takes_free_pages_and_evicts_nothing",
+        ),
+        breaks="Prefixes that others need are evicted for a text that has ended.",
+    ),
+    Mutant(
+        name="rereading-beside-others",
+        file="specjax/serving/scheduler.py",
+        old="if not self.idle:",
+        new="if False:",
+        tests=(
+            "tests/serving/test_scheduler.py::test_texts_are_read_once_more_only_while_nothing_else_is_to_do",
+        ),
+        breaks="Requests that wait or run are delayed by texts that have ended.",
+    ),
+    Mutant(
+        name="ended-texts-are-everybodys",
+        file="specjax/serving/scheduler.py",
+        old="key = chunk_key(text.tokens, chunk.start, end, text.tenant)",
+        new="key = chunk_key(text.tokens, chunk.start, end)",
+        tests=("tests/serving/test_scheduler.py::test_each_tenant_has_its_own_ended_texts",),
+        breaks="A tenant finds what was answered to others.",
+    ),
+    Mutant(
+        name="an-answer-drops-all-prefix-states",
+        file="specjax/serving/scheduler.py",
+        old="pool.drop_prefix_state(above)",
+        new="pass",
+        tests=(
+            "tests/serving/test_scheduler.py::test_an_ended_text_takes_the_place_of_one_prefix_state",
+        ),
+        breaks="Where prefix states are few, one long answer that ends drops those of all others.",
+    ),
+    Mutant(
+        name="failed-texts-are-reread",
+        file="specjax/serving/scheduler.py",
+        old="if not has_failed:",
+        new="if True:",
+        tests=("tests/serving/test_scheduler.py::test_which_texts_are_read_once_more",),
+        breaks="A text that failed is read once more.",
+    ),
+    Mutant(
+        name="every-turn-is-reread",
+        file="specjax/serving/ended_texts.py",
+        old="self._texts = [queued for queued in self._texts if not queued.begins(text)]",
+        new="pass",
+        tests=(
+            "tests/serving/test_scheduler.py::test_a_text_gives_way_to_its_next_turn_and_the_oldest_to_many",
+        ),
+        breaks="All turns of a chat stay in the queue, and push the texts of others out.",
+    ),
+    Mutant(
         name="prefix-shares-one-token-too-many",
         file="specjax/serving/pages.py",
         old="for end in range(chunk, max_length + 1, chunk):",

@@ -148,8 +148,7 @@ def check_text(target, request: Request, handle: Handle) -> None:
 
 def check_at_rest(engine: Engine) -> None:
     """Check that no request has a row or a page, and that each page exists once."""
-    wait_until(lambda: is_idle(engine))
-    with engine._loop.wake:
+    with idle(engine):
         assert not engine._loop.handles
         statistics, scheduler = engine.statistics, engine._loop.scheduler
         assert (statistics.waiting, statistics.running) == (0, 0)
@@ -159,6 +158,17 @@ def check_at_rest(engine: Engine) -> None:
             shared = [page for prefix in pool._prefixes for page in prefix.pages]
             assert sorted(pool._free + shared) == list(range(pool.total))
             assert all(prefix.holders == 0 for prefix in pool._prefixes)
+
+
+@contextmanager
+def idle(engine: Engine) -> Iterator[None]:
+    """Wait until the engine has no work, and hold its lock."""
+    while True:
+        wait_until(lambda: is_idle(engine))
+        with engine._loop.wake:
+            if engine._loop.scheduler.idle:  # no ended text is being read once more
+                yield
+                return
 
 
 def is_idle(engine: Engine) -> bool:

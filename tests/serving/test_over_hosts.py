@@ -23,7 +23,8 @@ def directory(tmp_path):
 def test_two_processes_serve_the_texts_that_one_does(directory) -> None:
     """Split the rows over ``data``, and the parameters over ``model``.
 
-    The requests use chunks, shared prefixes, log-probabilities, predictions, clients and grammars.
+    The requests use chunks, shared prefixes, log-probabilities, predictions, clients and grammars,
+    and a chat goes on from a text that was read once more.
     """
     with processes(two_processes.__name__, directory) as running:
         models, options = two_processes.models(directory, None), two_processes.options(None)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from specjax.errors import InputError
-from specjax.serving.pages import PagePool, Tenant, chunk_key
+from specjax.serving.ended_texts import EndedText, EndedTexts
+from specjax.serving.pages import NO_TENANT, PagePool, Tenant, chunk_key
 from specjax.serving.scheduler import PrefillChunk, QueueFullError, Request, Scheduler
 
 PAGE, CHUNK = 2, 4
@@ -962,6 +963,193 @@ def test_one_owner_does_not_fill_the_line_for_others() -> None:
     assert [request.state for request in running] == ["running"] * 4
 
 
+# --- texts that are read once more after their end ------------------------------------------------
+
+
+def reread_all(scheduler: Scheduler) -> list[tuple[int, list[int]]]:
+    """Read ended texts once more, and return the start and the tokens of each chunk."""
+    chunks = []
+    while reads := scheduler.next_rereads():
+        for chunk in reads:
+            end = chunk.start + chunk.count
+            chunks.append((chunk.start, chunk.request.tokens[chunk.start : end]))
+            scheduler.was_reread(chunk, prefix_state=("state", end))
+            scheduler.check()
+    return chunks
+
+
+def end_text(
+    scheduler: Scheduler, prompt: Sequence[int], output: Sequence[int], tenant: Tenant = NO_TENANT
+) -> Request:
+    """Submit a request, read it, and generate its output."""
+    request = scheduler.submit(prompt, len(output), tenant=tenant)
+    read_all(scheduler)
+    scheduler.reserve(len(output))
+    assert request.row is not None
+    scheduler.decoded(request.row, output, done=True)
+    return request
+
+
+def cached_tokens(scheduler: Scheduler, tokens: Sequence[int], tenant: Tenant = NO_TENANT) -> int:
+    """Return how many tokens of a prompt are shared, and cancel its request."""
+    request = scheduler.submit(tokens, 1, tenant=tenant)
+    scheduler.next_reads()
+    scheduler.cancel(request)
+    return request.cached
+
+
+def test_an_ended_text_is_read_once_more_in_full_chunks_as_a_prompt_is() -> None:
+    scheduler = make_scheduler()
+    prompt, output = [1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13]
+    end_text(scheduler, prompt, output)
+    # 13 tokens: the chunks end at 8 and 12, and the token after each is known.
+    assert cached_tokens(scheduler, [*prompt, *output, 5, 5]) == 4
+    assert scheduler.has_ended_texts
+    assert reread_all(scheduler) == [(4, [5, 6, 7, 8]), (8, [9, 10, 11, 12])]
+    assert not scheduler.has_ended_texts
+    assert cached_tokens(scheduler, [*prompt, *output, 5, 5]) == 12
+    following = scheduler.submit([*prompt, *output, 5, 5], 2)
+    assert [(chunk.start, chunk.count) for chunk in read_all(scheduler)] == [(12, 2)]
+    assert following.cached == 12
+
+
+def test_a_chunk_is_not_read_once_more_before_the_token_after_it_is_known() -> None:
+    scheduler = make_scheduler()
+    end_text(scheduler, [1] * 6, [2] * 2)  # 8 tokens
+    assert not scheduler.has_ended_texts and scheduler.next_rereads() == []
+    end_text(scheduler, [1] * 6, [2] * 3)
+    assert reread_all(scheduler) == [(4, [1, 1, 2, 2])]
+
+
+def test_texts_are_read_once_more_only_while_nothing_else_is_to_do() -> None:
+    scheduler = make_scheduler()
+    end_text(scheduler, [1] * 6, [2] * 6)
+    request = scheduler.submit([3] * 6, 2)
+    assert scheduler.next_rereads() == []  # it waits
+    (read,) = scheduler.next_reads()
+    assert scheduler.next_rereads() == []  # it is prefilled
+    scheduler.was_read(read, None)
+    read_all(scheduler)
+    assert request.state == "running" and scheduler.next_rereads() == []
+    scheduler.cancel(request)
+    assert len(reread_all(scheduler)) == 1
+
+
+def test_between_two_chunks_of_an_ended_text_no_row_and_no_page_is_held() -> None:
+    scheduler = make_scheduler(rows=1, max_waiting=0)
+    end_text(scheduler, [1] * 6, [2] * 10)
+    (chunk,) = scheduler.next_rereads()
+    scheduler.check()
+    assert not scheduler.idle and scheduler.occupied == 0
+    request = scheduler.submit([1] * 6 + [2] * 9 + [5], 2)  # no row is in use: it need not wait
+    scheduler.was_reread(chunk, "state")
+    assert scheduler.free_pages == 16 and scheduler.next_rereads() == []
+    assert read_all(scheduler)[0].start == request.cached == 8  # also what was read a moment ago
+    assert request.row == 0
+
+
+def test_rereading_takes_free_pages_and_evicts_nothing() -> None:
+    scheduler = make_scheduler(pages=13)
+    end_text(scheduler, [3] * 18, [4])  # four chunks stay, and five pages are free
+    end_text(scheduler, [1] * 2, [2] * 5)
+    before = set(scheduler._pools[0]._prefixes)
+    assert len(before) == 4 and reread_all(scheduler) == [(0, [1, 1, 2, 2])]
+    scheduler._ended.add(EndedText([5] * 14, NO_TENANT, 0))
+    # One chunk takes two of the three free pages. For the next one there are too few.
+    assert reread_all(scheduler) == [(0, [5] * 4)]
+    assert scheduler._pools[0]._prefixes > before and not scheduler.has_ended_texts
+    assert cached_tokens(scheduler, [3] * 18) == 16
+
+
+def test_no_chunk_of_an_ended_text_is_read_once_more_twice() -> None:
+    scheduler = make_scheduler()
+    end_text(scheduler, [1] * 6, [2] * 10)
+    for chunk in scheduler.next_rereads():
+        scheduler.was_reread(chunk, "state")
+    scheduler._pools[0].forget_prefixes()  # as if requests had needed the pages
+    assert scheduler.has_ended_texts
+    assert scheduler.next_rereads() == [] and not scheduler.has_ended_texts
+
+
+def test_each_tenant_has_its_own_ended_texts() -> None:
+    scheduler, mine = make_scheduler(), Tenant("mine")
+    end_text(scheduler, [1] * 3, [2] * 8, mine)
+    assert len(reread_all(scheduler)) == 2
+    assert cached_tokens(scheduler, [*[1] * 3, *[2] * 8]) == 0
+    assert cached_tokens(scheduler, [*[1] * 3, *[2] * 8], mine) == 8
+
+
+def test_which_texts_are_read_once_more() -> None:
+    scheduler = make_scheduler()
+    # A stop string cuts a text; what follows it is not read.
+    request = scheduler.submit([3] * 6, 8)
+    read_all(scheduler)
+    scheduler.reserve(8)
+    scheduler.decoded(0, [4] * 7, done=False)
+    scheduler.cut(request, 10)
+    scheduler.cut(request, 10)
+    assert request.state == "cancelled" and reread_all(scheduler) == [(4, [3, 3, 4, 4])]
+    # Texts that fail or are cancelled are not read, and no prompt that nothing follows.
+    for end in ("failed", "cancelled"):
+        request = scheduler.submit([5] * 6, 8)
+        read_all(scheduler)
+        scheduler.reserve(8)
+        scheduler.decoded(0, [6] * 7, done=end == "failed", has_failed=end == "failed")
+        scheduler.cancel(request)
+    scheduler.submit([7] * 10, 0)
+    read_all(scheduler)
+    assert scheduler.idle and not scheduler.has_ended_texts
+    silent = make_scheduler(reread=False)
+    end_text(silent, [1] * 6, [2] * 8)
+    assert not silent.has_ended_texts
+
+
+def test_a_text_gives_way_to_its_next_turn_and_the_oldest_to_many() -> None:
+    texts = EndedTexts(most=3)
+    for tokens in ([1, 2], [1, 2, 3], [1, 2], [1, 2, 4]):
+        texts.add(EndedText(tokens, NO_TENANT, 0))
+    assert [text.tokens for text in texts._texts] == [[1, 2, 3], [1, 2, 4]]
+    texts.add(EndedText([1, 2, 3, 4], Tenant("mine"), 0))
+    texts.add(EndedText([1, 2, 3, 4], NO_TENANT, 1))
+    assert [text.tokens for text in texts._texts] == [[1, 2, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
+    assert texts.first(2) is None
+    few = EndedTexts(most_tokens=8)
+    for token in (1, 2, 3):
+        few.add(EndedText([token] * 4, NO_TENANT, 0))
+    assert [text.tokens[0] for text in few._texts] == [2, 3]
+    few.add(EndedText([4] * 9, NO_TENANT, 0))
+    assert [text.tokens[0] for text in few._texts] == [4]
+
+
+def test_an_ended_text_takes_the_place_of_one_prefix_state() -> None:
+    scheduler = make_scheduler(pages=32, capacity=80, prefix_states=5)
+    end_text(scheduler, [3] * 6, [4])
+    prompt, output = [1] * 14, [2] * 20
+    end_text(scheduler, prompt, output)
+    assert len(reread_all(scheduler)) == 5
+    # The states at the end of the text, at that of its prompt and of another prompt have stayed.
+    assert cached_tokens(scheduler, [*prompt, *output, 5]) == 32
+    assert cached_tokens(scheduler, [*prompt, 5, 5]) == 12
+    assert cached_tokens(scheduler, [*prompt, *output[:10]]) == 12
+    assert cached_tokens(scheduler, [3] * 6) == 4
+
+
+def test_each_shard_reads_its_own_ended_texts() -> None:
+    scheduler = make_scheduler(rows=2, shards=2)
+    requests = [scheduler.submit([i] * 6, 8) for i in (1, 2)]
+    read_all(scheduler)
+    scheduler.reserve(8)
+    for request in requests:
+        assert request.row is not None
+        scheduler.decoded(request.row, [3] * 8, done=True)
+    chunks = scheduler.next_rereads()
+    assert [(chunk.row, chunk.start) for chunk in chunks] == [(0, 4), (1, 4)]
+    scheduler.check()
+    scheduler.clear()
+    scheduler.check()
+    assert scheduler.idle and not scheduler.has_ended_texts
+
+
 # --- all of it, under random schedules ------------------------------------------------------------
 
 
@@ -1004,6 +1192,7 @@ class Simulation:
         self.chunk = self.page * draw.randint(1, 2)
         self.pages = draw.randint(4, 14)
         self.last_widths = draw.choice([(), (1,)])
+        self.capacity = 28
         sizes = {
             "rows": self.rows,
             "pages": self.pages,
@@ -1012,9 +1201,10 @@ class Simulation:
             "shards": self.shards,
         }
         self.scheduler = Scheduler(
-            **sizes, last_widths=self.last_widths, capacity=28, **self.options()
+            **sizes, last_widths=self.last_widths, capacity=self.capacity, **self.options()
         )
         self.memory: dict[tuple[int, int, int], int] = {}
+        self.decoded: set[tuple[int, int, int]] = set()  # the places that decoding wrote
         # The number of tokens of each request that were prefilled in its newest row.
         self.prefilled: dict[Request, int] = {}
         self.expectations: dict[Request, Expectation] = {}
@@ -1037,15 +1227,25 @@ class Simulation:
         return self.shard(row), page, position % self.page
 
     def write(self, row: int, tokens: Sequence[int], start: int, end: int) -> None:
-        shared = shared_pages(self.scheduler, self.shard(row))
-        for position in range(start, end):
-            place = self.place(row, position)
-            assert place[1] not in shared, "a shared page is written"
+        self.fill([self.place(row, position) for position in range(start, end)], tokens, start)
+
+    def fill(
+        self, places: Sequence[tuple[int, int, int]], tokens: Sequence[int], start: int
+    ) -> None:
+        """Write the entries from ``start`` on."""
+        shards = range(self.shards)
+        shared = {(shard, page) for shard in shards for page in shared_pages(self.scheduler, shard)}
+        for position, place in enumerate(places, start):
+            assert place[:2] not in shared, "a shared page is written"
             self.memory[place] = expected_entry(tokens, position)
+            self.decoded.discard(place)
 
     def check_cache(self, row: int, tokens: Sequence[int], count: int) -> None:
-        for position in range(count):
-            assert self.memory.get(self.place(row, position)) == expected_entry(tokens, position), (
+        self.check_places([self.place(row, position) for position in range(count)], tokens)
+
+    def check_places(self, places: Sequence[tuple[int, int, int]], tokens: Sequence[int]) -> None:
+        for position, place in enumerate(places):
+            assert self.memory.get(place) == expected_entry(tokens, position), (
                 "the cache is not the text's"
             )
 
@@ -1060,6 +1260,8 @@ class Simulation:
         assert read.is_last == (end == len(tokens) - 1)
         assert read.is_last or read.count == self.chunk, "a chunk is not full"
         self.check_cache(read.row, tokens, read.start)
+        places = (self.place(read.row, position) for position in range(read.start))
+        assert self.decoded.isdisjoint(places), "what decoding wrote is shared"
         self.write(read.row, tokens, read.start, end)
         if read.is_first:
             assert read.prefix_state == (
@@ -1086,20 +1288,71 @@ class Simulation:
         new: list[int] = []
         for _ in range(min(self.draw.randint(1, ahead), max_length - len(tokens))):
             new.append(next_token(tokens + new))
-        self.write(row, tokens + new, len(tokens) - 1, len(tokens) + len(new) - 1)
+        start, end = len(tokens) - 1, len(tokens) + len(new) - 1
+        self.write(row, tokens + new, start, end)
+        self.decoded |= {self.place(row, position) for position in range(start, end)}
         expectation.shown += new
         self.scheduler.decoded(
             row, new, done=len(expectation.text) == max_length or self.draw.random() < 0.03
         )
 
+    def reread(self, coming: int = 0) -> int:
+        """Read chunks of ended texts once more; perhaps one of those ``coming`` comes meanwhile.
+
+        Return how many are still to come.
+        """
+        prefixes = [set(pool._prefixes) for pool in self.scheduler._pools]
+        preemptions, ended = self.scheduler.preemptions, list(self.scheduler._ended._texts)
+        was_idle = all(
+            request.state not in ("waiting", "reading", "running") for request in self.expectations
+        )
+        chunks = self.scheduler.next_rereads()
+        assert was_idle or not chunks, "a text is read once more beside others"
+        assert len({self.shard(chunk.row) for chunk in chunks}) == len(chunks)
+        texts = [expectation.text for expectation in self.expectations.values()]
+        for chunk in chunks:
+            self.scheduler.check()
+            tokens, end = chunk.request.tokens, chunk.start + chunk.count
+            assert chunk.text in ended and tokens in texts, "nobody's text is read"
+            assert self.scheduler.request_of(chunk.row) is None, "the row is not free"
+            assert chunk.start % self.chunk == 0, "a chunk does not begin at a multiple"
+            assert chunk.width == chunk.count == self.chunk, "a chunk is not full"
+            assert end < len(tokens), "the token after the chunk is not known"
+            assert not chunk.is_last and chunk.is_first
+            places = [
+                (self.shard(chunk.row), page, place)
+                for page in chunk.pages
+                for place in range(self.page)
+            ]
+            self.check_places(places[: chunk.start], tokens)
+            assert self.decoded.isdisjoint(places[: chunk.start]), "what decoding wrote is shared"
+            assert chunk.prefix_state == (
+                expected_entry(tokens, chunk.start - 1) if chunk.start else None
+            )
+            self.fill(places[chunk.start :], tokens, chunk.start)
+            if coming and self.draw.random() < 0.2:
+                self.submit()
+                coming -= 1
+            self.scheduler.was_reread(chunk, expected_entry(tokens, end - 1))
+            self.events["reread"] += 1
+        for pool, before in zip(self.scheduler._pools, prefixes, strict=True):
+            assert pool._prefixes >= before, "a prefix is evicted for a text that is read once more"
+        assert self.scheduler.preemptions == preemptions
+        self.check_pages()
+        self.scheduler.check()
+        return coming
+
     # What happens.
 
     def submit(self) -> None:
         draw = self.draw
-        prompt = draw.choice(self.common)[: draw.randint(1, 13)] + [
-            draw.randrange(7) for _ in range(draw.randint(0, 2))
-        ]
-        max_new_tokens = min(draw.randint(1, 12), self.pages * self.page - len(prompt) + 1)
+        beginning = draw.choice(self.common)[: draw.randint(1, 13)]
+        if self.expectations and draw.random() < 0.3:  # the next turn of a chat
+            text = draw.choice(list(self.expectations.values())).text
+            beginning = text[: draw.randint(1, 18)]
+        prompt = beginning + [draw.randrange(7) for _ in range(draw.randint(0, 2))]
+        room = min(self.capacity, self.pages * self.page + 1) - len(prompt)
+        max_new_tokens = min(draw.randint(1, 12), room)
         if max_new_tokens >= 1:
             self.expectations[self.scheduler.submit(prompt, max_new_tokens)] = Expectation(
                 prompt, max_new_tokens
@@ -1144,10 +1397,18 @@ class Simulation:
                 coming -= 1
                 self.submit()
             self.step()
+            if self.draw.random() < 0.5:
+                coming = self.reread(coming)
             if self.is_over() and not coming:
                 break
         else:
             pytest.fail("somebody starves")
+        for _ in range(1000):
+            if not self.scheduler.has_ended_texts:
+                break
+            self.reread()
+        else:
+            pytest.fail("a text is never read once more, and never dropped")
         self.check_end()
 
     def is_over(self) -> bool:
@@ -1396,21 +1657,32 @@ def run_schedules(seeds: Sequence[int], kind: type[Simulation] = Simulation) -> 
 
 
 def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
-    events = run_schedules(range(1500))
+    events = run_schedules(range(600))
     # Each of these must happen often, or the schedules would test little.
-    assert min(events[name] for name in ("done", "cancelled", "shared", "preempted")) > 200
+    names = ("done", "cancelled", "shared", "preempted", "reread")
+    assert min(events[name] for name in names) > 80
 
 
 def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
-    events = run_schedules(range(1000), SimulationWithClients)
-    names = ("done", "cancelled", "shared", "preempted", "dropped", "dropped while connected")
-    assert min(events[name] for name in names) > 30
+    events = run_schedules(range(400), SimulationWithClients)
+    names = ("done", "cancelled", "shared", "preempted", "reread", "dropped")
+    names = (*names, "dropped while connected")
+    assert min(events[name] for name in names) > 15
 
 
 def test_random_schedules_with_idle_clients_lose_nothing_and_starve_nobody() -> None:
-    events = run_schedules(range(600), SimulationWithIdleClients)
-    names = ("done", "cancelled", "shared", "preempted", "dropped", "suspended", "resumed")
-    assert min(events[name] for name in names) > 30
+    events = run_schedules(range(350), SimulationWithIdleClients)
+    names = (
+        "done",
+        "cancelled",
+        "shared",
+        "preempted",
+        "reread",
+        "dropped",
+        "suspended",
+        "resumed",
+    )
+    assert min(events[name] for name in names) > 20
 
 
 class CheckedSimulation(SimulationWithClients):
@@ -1630,9 +1902,77 @@ def without_pages_for_what_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "reserve", lambda scheduler, ahead: reserve(scheduler, 1))
 
 
+def sharing_what_decoding_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    def register(scheduler, request, length):
+        contents, pool = scheduler._contents(request.row), scheduler._pool(request.row)
+        count = scheduler._chunk // scheduler._page
+        for start in range(
+            len(contents.prefixes) * scheduler._chunk, length - scheduler._chunk, scheduler._chunk
+        ):
+            end = start + scheduler._chunk
+            above = contents.prefixes[-1] if contents.prefixes else None
+            key = chunk_key(request.tokens, start, end, request.tenant)
+            entry = expected_entry(request.tokens, end - 1)
+            contents.prefixes.append(
+                pool.register(above, key, tuple(contents.pages[:count]), entry)
+            )
+            del contents.pages[:count]
+
+    monkeypatch.setattr(Scheduler, "_note_end", register)
+
+
+def rereading_with_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagePool, "take_free", PagePool.take)
+
+
+def rereading_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_rereads = Scheduler.next_rereads
+
+    def always(scheduler):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Scheduler, "idle", True)
+            return next_rereads(scheduler)
+
+    monkeypatch.setattr(Scheduler, "next_rereads", always)
+
+
+def rereading_from_one_page_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_reread = Scheduler._next_reread
+
+    def late(scheduler, shard):
+        chunk = next_reread(scheduler, shard)
+        return chunk and replace(chunk, start=chunk.start + scheduler._page)
+
+    monkeypatch.setattr(Scheduler, "_next_reread", late)
+
+
+def rereading_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read a chunk that ends with its text, so that the token after it is not known."""
+    next_reread = Scheduler._next_reread
+
+    def one_more(scheduler, shard):
+        if (text := scheduler._ended.first(shard)) is None:
+            return None
+        extended = EndedText([*text.tokens, 0], text.tenant, shard)
+        scheduler._ended._texts[scheduler._ended._texts.index(text)] = extended
+        chunk = next_reread(scheduler, shard)
+        if extended in scheduler._ended._texts:
+            extended.tokens = text.tokens
+        if chunk is not None and chunk.text is extended:
+            return replace(chunk, request=replace(chunk.request, tokens=list(text.tokens)))
+        return chunk
+
+    monkeypatch.setattr(Scheduler, "_next_reread", one_more)
+
+
 @pytest.mark.parametrize(
     ("mutant", "message"),
     [
+        (sharing_what_decoding_wrote, "what decoding wrote is shared"),
+        (rereading_with_evictions, "a prefix is evicted"),
+        (rereading_beside_others, "beside others"),
+        (rereading_from_one_page_too_late, "a chunk does not begin at a multiple|not the text's"),
+        (rereading_the_last_token, "nobody's text is read|the token after the chunk"),
         (without_the_token_after, "the cache is not the text's"),
         (freeing_what_another_holds, "a page is in |the cache is not the text's"),
         (dropping_what_is_held, "a page is in |the cache is not the text's"),

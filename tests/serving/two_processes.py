@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,13 @@ def serve(engine: Engine) -> dict[str, Any]:
     handles = [engine.submit(**{"eos_token_ids": (), **request}) for request in WITH_GRAMMARS]
     texts += [list(handle.result(120).tokens) for handle in handles]
     shared = engine.statistics.prompt_tokens_shared
+    until = time.monotonic() + 60
+    while not engine.statistics.tokens_reread:
+        assert time.monotonic() < until, "no text is read once more"
+        time.sleep(0.01)
+    # The next turn of a chat: its prompt begins with the long text and its answer.
+    following = {"prompt": [*LONG, *texts[2], 3], "max_new_tokens": 6, "eos_token_ids": ()}
+    texts.append(list(engine.submit(**following).result(120).tokens))
     return {"texts": texts, "shared": shared > 0, "client": client(engine)}
 
 

@@ -140,6 +140,11 @@ class _EngineCollector:
             statistics.prompt_tokens_shared,
         )
         yield self._counter(
+            "specjax:tokens_reread",
+            "Tokens of ended texts, read once more for a chat's next turn.",
+            statistics.tokens_reread,
+        )
+        yield self._counter(
             "vllm:spec_decode_num_drafts",
             "Steps with a draft, counted per text.",
             statistics.drafted_steps,

@@ -214,6 +214,7 @@ class MadeUpEngine:
             "preemptions": 2,
             "prompt_tokens_read": 8,
             "prompt_tokens_shared": 2,
+            "tokens_reread": 16,
         }
         programs = {"compiled": 3, "programs": 5}
         clients = SimpleNamespace(preempted=6)

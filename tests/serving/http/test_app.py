@@ -574,6 +574,7 @@ def test_metrics() -> None:
     expected = {
         f"specjax:engine_running{of}": 1,
         **{f"specjax:programs{of}": 5, f"specjax:programs_compiled{of}": 3},
+        f"specjax:tokens_reread_total{of}": 16,
         **{
             f"vllm:num_requests_running{of}": 0,
             f"vllm:num_requests_waiting{of}": 1,
