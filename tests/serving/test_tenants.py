@@ -72,9 +72,7 @@ def test_a_text_of_another_tenant_changes_no_draft(target, name) -> None:
     def drafted(handle: Any) -> list[tuple[int, bool]]:
         """Return each token, and whether it was drafted and accepted."""
         pieces = list(handle)
-        return [
-            pair for piece in pieces for pair in zip(piece.tokens, piece.accepted, strict=True)
-        ]
+        return [pair for piece in pieces for pair in zip(piece.tokens, piece.accepted, strict=True)]
 
     with engine(target, name) as served:
         expected = drafted(submit(served, tenant="b"))
