@@ -181,10 +181,17 @@ def names_read(tokenizer: Any) -> frozenset[str] | None:
         return None
 
 
-def renderer(tokenizer: Any, settings: Settings | None = None) -> Render:
+def renderer(
+    tokenizer: Any,
+    settings: Settings | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Render:
     """Return a function that renders a chat with a tokenizer's template.
 
-    ``settings`` are variables for the template. They override those of the tokenizer.
+    Args:
+        tokenizer: a tokenizer of transformers with a chat template.
+        settings: variables for the template. They override those of the tokenizer.
+        tools: declarations of tools, as in OpenAI's API. None leaves the variable out.
 
     Examples:
         >>> from specjax.templates import renderer
@@ -194,6 +201,8 @@ def renderer(tokenizer: Any, settings: Settings | None = None) -> Render:
         'Hello!'
     """
     variables = settings_of(tokenizer) | dict(settings or {})
+    if tools is not None:
+        variables["tools"] = [dict(tool) for tool in tools]
 
     def render(messages: Messages) -> str:
         chat = [dict(message) for message in messages]
