@@ -406,7 +406,9 @@ class Service:
                 return self.engine.encode(encode_gap(self.engine.tokenizer, prompt, suffix))
         with _as_answers(name):
             if chat_end != "answer":
-                tokens = encode_chat(self.engine.tokenizer, prompt, chat_template_kwargs, chat_end)
+                tokens = encode_chat(
+                    self.engine.tokenizer, prompt, chat_template_kwargs, end=chat_end
+                )
                 return self.engine.encode(tokens)
             if isinstance(prompt, str) and not add_special_tokens:
                 tokens = encode_continuation(self.engine.tokenizer, prompt)
