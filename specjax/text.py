@@ -291,28 +291,70 @@ def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
     return list(tokenizer(continuation, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def encode_plain(tokenizer: Any, continuation: str) -> list[int]:
-    """Return the token ids of a text in which special tokens have no meaning.
+class PlainText:
+    """Encodes text in which special tokens have no meaning: what spells one is characters.
 
-    Where it spells a special token, the characters are encoded.
+    It has a tokenizer of its own. transformers' ``split_special_tokens`` would change the one that
+    other threads are using.
+
+    Args:
+        tokenizer: a tokenizer of transformers, with a tokenizer.json.
+        more: added tokens that have no meaning either, although the tokenizer does not call them
+            special.
 
     Raises:
-        InputError: the text is not valid Unicode.
+        InputError: the tokenizer has no tokenizer.json.
 
     Examples:
-        >>> from specjax.assets import embedded
-        >>> tokenizer = specjax.text.load_tokenizer(embedded("target"))
-        >>> len(specjax.text.encode_continuation(tokenizer, "<|endoftext|>"))
+        >>> from specjax.text import PlainText, encode_continuation
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> len(encode_continuation(tokenizer, "<|endoftext|>"))
         1
-        >>> len(specjax.text.encode_plain(tokenizer, "<|endoftext|>"))
+        >>> len(PlainText(tokenizer).encode("<|endoftext|>"))
         7
     """
-    _check_unicode(continuation)
-    return list(
-        tokenizer(continuation, add_special_tokens=False, split_special_tokens=True, verbose=False)[
-            "input_ids"
+
+    def __init__(self, tokenizer: Any, more: Collection[str] = ()) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InputError(
+                "tokenizer: without a tokenizer.json, special tokens in a text cannot be ignored;"
+                " convert it"
+            )
+        from tokenizers import Tokenizer
+
+        state = json.loads(backend.to_str())
+        state["added_tokens"] = [
+            token
+            for token in state["added_tokens"]
+            if not token["special"] and token["content"] not in more
         ]
-    )
+        state["truncation"] = state["padding"] = None
+        self._backend = Tokenizer.from_str(json.dumps(state))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text that follows another one.
+
+        Raises:
+            InputError: the text is not valid Unicode.
+        """
+        _check_unicode(text)
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+
+def beginning_of_texts(tokenizer: Any) -> list[int]:
+    """Return the tokens that a tokenizer writes before a text, such as a begin token.
+
+    Examples:
+        >>> from specjax.text import beginning_of_texts
+        >>> beginning_of_texts(specjax.load("embedded").tokenizer)
+        [0]
+    """
+    alone = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a")["input_ids"])
+    starts = range(len(whole) - len(alone) + 1)
+    start = next((it for it in starts if whole[it : it + len(alone)] == alone), 0)
+    return whole[:start]
 
 
 def encode_chat(
@@ -374,6 +416,12 @@ def _chat_with(
     try:
         return _chat_text(renderer(tokenizer, settings, tools, end), messages)
     except InputError as error:
+        if end == "last message" and _can_write(renderer(tokenizer, settings, tools), messages):
+            raise InputError(
+                "continue_final_message=true: the model's chat template changes the last message,"
+                " or leaves out a part of it; leave out its reasoning, or give"
+                " continue_final_message=false"
+            ) from None
         variables = dict(settings) or settings_of(tokenizer)
         plain = tokenizer if settings else without_settings(tokenizer)
         without = renderer(plain, tools=tools, end=end)
@@ -432,8 +480,8 @@ def _render_chat(render: Render, messages: Messages) -> str:
         return without_calls
     if left_out is None:
         raise InputError(
-            f"messages: the model's chat template refuses them ({refusal}); check the roles and"
-            " their order"
+            f"messages: the model's chat template refuses them ({_shortened(str(refusal))}); check"
+            " the roles and their order"
         )
     raise InputError(
         f"messages[{left_out}]: the model's chat template leaves out this message, with role "

@@ -1,52 +1,68 @@
 """Prompts that leave a gap for the model to fill."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 import specjax
 from specjax.assets import embedded
 from specjax.errors import InputError
-from specjax.fill_in_the_middle import FAMILIES, encode_gap, marks_of
-from specjax.text import load_tokenizer
+from specjax.fill_in_the_middle import FAMILIES, encode_gap, gap_end_ids
+from specjax.text import encode_continuation, load_tokenizer
 
 PREFIX, SUFFIX = "def f(x):\n    return ", " + 1\n"
+PROMPTS = [
+    f"<|fim_prefix|>{PREFIX}<|fim_suffix|>{SUFFIX}<|fim_middle|>",
+    f"<fim_prefix>{PREFIX}<fim_suffix>{SUFFIX}<fim_middle>",
+    f"<｜fim▁begin｜>{PREFIX}<｜fim▁hole｜>{SUFFIX}<｜fim▁end｜>",  # noqa: RUF001
+]
 
 
-def tokenizer_with(*marks: str) -> Any:
+def tokenizer_with(*tokens: str, special: bool = True) -> Any:
     tokenizer = load_tokenizer(embedded("target"))
-    tokenizer.add_special_tokens({"additional_special_tokens": [mark for mark in marks if mark]})
+    tokenizer.add_tokens([AddedToken(it, normalized=False, special=special) for it in tokens])
     return tokenizer
 
 
-@pytest.mark.parametrize("marks", FAMILIES, ids=lambda marks: marks.before_prefix)
-def test_each_familys_tokens_stand_around_the_two_texts(marks) -> None:
-    tokenizer = tokenizer_with(*marks[:3])
-    assert marks_of(tokenizer) == marks
-    before, after = marks.before_prefix + PREFIX, marks.before_suffix + SUFFIX
-    order = after + before if marks.is_suffix_first else before + after
-    expected = tokenizer.bos_token + order + marks.before_middle
-    assert tokenizer.decode(encode_gap(tokenizer, PREFIX, SUFFIX)) == expected
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(("tokens", "prompt"), list(zip(FAMILIES, PROMPTS, strict=True)))
+def test_the_two_texts_stand_between_their_familys_tokens(tokens, prompt, special) -> None:
+    tokenizer = tokenizer_with(*tokens[:3], special=special)
+    expected = [tokenizer.bos_token_id, *encode_continuation(tokenizer, prompt)]
+    assert encode_gap(tokenizer, PREFIX, SUFFIX) == expected
+    assert encode_gap(tokenizer, PREFIX, SUFFIX, add_special_tokens=False) == expected[1:]
 
 
-def test_text_that_spells_a_mark_is_text() -> None:
-    marks = FAMILIES[0]
-    tokenizer = tokenizer_with(*marks[:3])
-    ids = set(tokenizer.convert_tokens_to_ids(list(marks[:3])))
-    tokens = encode_gap(tokenizer, f"a{marks.before_suffix}b", f"c{tokenizer.bos_token}d")
-    assert [token for token in tokens if token in ids] == [
-        *tokenizer.convert_tokens_to_ids(list(marks[:3]))
-    ]
-    assert tokens.count(tokenizer.bos_token_id) == 1
+@pytest.mark.parametrize("special", [True, False])
+def test_text_that_spells_a_special_token_is_text(special) -> None:
+    tokens = FAMILIES[0][:3]
+    tokenizer = tokenizer_with(*tokens, special=special)
+    gap_ids = tokenizer.convert_tokens_to_ids(list(tokens))
+    ids = encode_gap(tokenizer, "a<|fim_suffix|>b", f"c{tokenizer.bos_token}d<|fim_middle|>")
+    assert [token for token in ids if token in gap_ids] == gap_ids
+    assert ids.count(tokenizer.bos_token_id) == 1
 
 
 @pytest.mark.parametrize(("prefix", "suffix"), [("", SUFFIX), (PREFIX, ""), ("", "")])
 def test_either_text_may_be_empty(prefix, suffix) -> None:
-    marks = FAMILIES[1]
-    tokenizer = tokenizer_with(*marks[:3])
-    decoded = tokenizer.decode(encode_gap(tokenizer, prefix, suffix))
-    expected = f"<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>"
-    assert decoded == tokenizer.bos_token + expected
+    tokenizer = tokenizer_with(*FAMILIES[1][:3])
+    decoded = tokenizer.decode(encode_gap(tokenizer, prefix, suffix, add_special_tokens=False))
+    assert decoded == f"<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>"
+
+
+def test_a_gap_changes_nothing_for_other_threads() -> None:
+    """Check a text with a special token while another thread encodes gaps."""
+    tokenizer = tokenizer_with(*FAMILIES[1][:3])
+    chat = "<|endoftext|>a<fim_middle>" * 20
+    expected, gap = encode_continuation(tokenizer, chat), encode_gap(tokenizer, chat, chat)
+    with ThreadPoolExecutor(2) as pool:
+        chats = pool.submit(
+            lambda: [encode_continuation(tokenizer, chat) == expected for _ in range(400)]
+        )
+        gaps = pool.submit(lambda: [encode_gap(tokenizer, chat, chat) == gap for _ in range(400)])
+        assert all(chats.result()) and all(gaps.result())
 
 
 def test_a_tokenizer_without_such_tokens_is_refused() -> None:
@@ -55,9 +71,14 @@ def test_a_tokenizer_without_such_tokens_is_refused() -> None:
         encode_gap(tokenizer, PREFIX, SUFFIX)
 
 
-def test_a_tokenizer_that_adds_no_begin_token_gets_none() -> None:
+def test_the_tokens_that_end_a_middle_are_those_that_the_tokenizer_has() -> None:
+    tokenizer = tokenizer_with(*FAMILIES[0][:3], "<|file_sep|>")
+    assert gap_end_ids(tokenizer) == (tokenizer.convert_tokens_to_ids("<|file_sep|>"),)
+
+
+def test_a_tokenizer_that_begins_no_text_with_a_token_gets_none() -> None:
     tokenizer = tokenizer_with(*FAMILIES[1][:3])
     tokenizer.add_bos_token = False
-    if specjax.text.encode_continuation(tokenizer, "a") != tokenizer("a")["input_ids"]:
-        pytest.fail("the tokenizer still adds a token")
-    assert encode_gap(tokenizer, PREFIX, SUFFIX)[0] != tokenizer.bos_token_id
+    assert specjax.text.beginning_of_texts(tokenizer) == []
+    gap = tokenizer.convert_tokens_to_ids("<fim_prefix>")
+    assert encode_gap(tokenizer, PREFIX, SUFFIX)[0] == gap

@@ -67,7 +67,8 @@ class ServeConfig:
         api_key_file: file with the API keys that clients must send, one per line.
         no_api_key: allow everybody who can reach the server.
         share_prefixes: let the requests of all API keys share cached prefixes. Without this option
-            each key has its own, so that nobody can detect the prompts of others by their time.
+            each key has its own, so that no client can find out another's prompts from response
+            times.
         tls_cert: file with the server's certificate (PEM), to serve https; requires tls_key.
         tls_key: file with the certificate's private key, without a password.
         chat_template: file with a Jinja chat template that replaces the tokenizer's own.

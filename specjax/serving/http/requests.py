@@ -133,7 +133,7 @@ class TextRequest:
             chat's template writes them itself.
         chat_template_kwargs: the arguments of the chat template beside the messages.
         chat_end: where the text of the chat ends, see `specjax.templates.ChatEnd`.
-        cache_salt: the scope of prefix caching.
+        cache_salt: a string that divides the tenant further.
         priority: the number by which waiting requests are ordered, the lower first.
         ignored: the unknown names in the request, in its order.
 
@@ -476,22 +476,22 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
         specjax.serving.http.errors.RequestError: n=0: must be from 1 to 16
     """
     fields, ignored = _read(body, _CompletionFields, limits)
-    prompts = _prompts(fields.prompt, limits)
-    logprobs = None if fields.logprobs is None else _top_count("logprobs", fields.logprobs, limits)
     echo, suffix = bool(fields.echo), fields.suffix or ""
-    if suffix and (echo or not all(isinstance(prompt, str) for prompt in prompts)):
-        reason = "it does not go with echo" if echo else "the prompt must be text"
+    if suffix and (echo or not isinstance(fields.prompt, str)):
+        reason = "it does not go with echo" if echo else "the prompt must be a text"
         raise invalid("suffix", f"suffix={_shown(suffix)}: {reason}; leave one of them out")
+    # With a suffix the gap may be at the beginning of the text.
+    prompts = (str(fields.prompt),) if suffix else _prompts(fields.prompt, limits)
+    logprobs = None if fields.logprobs is None else _top_count("logprobs", fields.logprobs, limits)
+    scores_prompt = fields.prompt_logprobs is not None or (echo and logprobs is not None)
     name, max_tokens = _max_tokens(fields, minimum=0)
     max_tokens = 16 if max_tokens is None else max_tokens
-    if max_tokens == 0 and not echo:
-        raise invalid(
-            name, f"{name}=0: it needs echo, for the logprobs of the prompt; give at least 1"
+    if max_tokens == 0 and not scores_prompt:
+        message = (
+            f"{name}=0: there is nothing to compute; give at least 1, or prompt_logprobs, or echo"
+            " with logprobs"
         )
-    if max_tokens == 0 and logprobs is None:
-        raise invalid(
-            name, f"{name}=0: with echo, give logprobs too; there is nothing else to compute"
-        )
+        raise invalid(name, message)
     return _request(
         fields,
         limits,
@@ -524,7 +524,7 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
     prompts = (_messages(fields.messages, limits),)
     top_count, logprobs = _or(fields.top_logprobs, 0), None
     if fields.logprobs:
-        logprobs = _top_count("top_logprobs", top_count, limits)
+        logprobs = _top_count("top_logprobs", top_count, limits, asks="logprobs")
     elif top_count:
         raise invalid(
             "top_logprobs", f"top_logprobs={_shown(top_count)}: it needs logprobs=true; give both"
@@ -642,7 +642,7 @@ def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tupl
             _check_neutral(name, value, _OF_ANOTHER_PATH[name], "it belongs to another path")
         else:
             ignored.append(name)
-    _check_counts(raw, limits)
+    _check_counts({name: value for name, value in raw.items() if name in types}, limits)
     for name in GRAMMAR_PARAMETERS:
         if (size := len(bytes(raw.get(name, b"")))) > MAX_GRAMMAR_BYTES:
             raise invalid(name, f"{name}: it has {size} bytes; give at most {MAX_GRAMMAR_BYTES}")
@@ -959,10 +959,13 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _top_count(name: str, count: int, limits: Limits) -> int:
-    """Check the number of top log-probabilities, and return it."""
+def _top_count(name: str, count: int, limits: Limits, asks: str = "") -> int:
+    """Check the number of top log-probabilities, and return it.
+
+    ``asks`` is the parameter that asks for log-probabilities, if it is another one than ``name``.
+    """
     if limits.max_logprobs < 1:
-        name = "prompt_logprobs" if name == "prompt_logprobs" else "logprobs"
+        name = asks or name
         raise invalid(name, f"{name}: this server has none (--max-logprobs 0); leave it out")
     return _whole(name, count, 0, limits.max_logprobs)
 

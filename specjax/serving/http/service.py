@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specjax.errors import InputError
-from specjax.fill_in_the_middle import encode_gap
+from specjax.fill_in_the_middle import encode_gap, gap_end_ids
 from specjax.grammars import CheckerBusyError, CompiledGrammar, Grammar, GrammarChecker
 from specjax.grammars.checker import CONCURRENT
 from specjax.sampling import SAMPLING_NAMES
@@ -61,7 +61,7 @@ class AppOptions:
     Attributes:
         names: the names of the model. Answers have the first one.
         api_keys: the valid API keys. If there are any, a request without one gets only the page and
-            ``/health``.
+            ``/health``, and ``/ping``.
         only_loopback: whether to answer only requests whose Host header is a loopback name. On a
             server without keys this stops DNS rebinding: a web page that the user visits could
             otherwise reach the server under a name that resolves to this machine.
@@ -342,10 +342,24 @@ class Service:
         for tokens, count in zip(prompts, max_new_tokens, strict=True):
             seed = secrets.randbits(63) if request.seed is None else request.seed
             with _as_answers(name):
-                params = replace(request.params, max_new_tokens=count, seed=seed)
+                params = replace(
+                    request.params,
+                    max_new_tokens=count,
+                    seed=seed,
+                    eos_token_ids=self._stop_token_ids(request),
+                )
                 for choice in range(request.n):
                     submission.add(self.engine.submit(tokens, params, choice=choice, **options))
         return prompts
+
+    def _stop_token_ids(self, request: TextRequest) -> tuple[int, ...] | None:
+        """Return the stop tokens of a request; with a suffix also those that end a middle."""
+        stated = request.params.eos_token_ids
+        if not request.suffix or stated == ():
+            return stated
+        ids = self.limits.eos_token_ids if stated is None else stated
+        ends = gap_end_ids(self.engine.tokenizer)
+        return tuple(dict.fromkeys((*ids, *ends)))[: requests.MAX_STOP_TOKENS]
 
     def _reserve_places(self, submission: "Submission", count: int) -> None:
         """Reserve a row or a place in the queue for each text of a request, until the text ends.
@@ -396,14 +410,16 @@ class Service:
         if is_text:
             length = sum(map(_characters, (prompt, [chat_template_kwargs or {}], suffix)))
         if length > self._max_characters:
+            names = f"{name} and suffix" if suffix else name
             message = (
-                f"{name}: its {length} characters make more than {self.engine.capacity} tokens, the"
+                f"{names}: {length} characters make more than {self.engine.capacity} tokens, the"
                 " longest text; shorten it"
             )
             raise invalid(name, message, code="context_length_exceeded")
         if suffix:
             with _as_answers("suffix"):
-                return self.engine.encode(encode_gap(self.engine.tokenizer, prompt, suffix))
+                tokens = encode_gap(self.engine.tokenizer, prompt, suffix, add_special_tokens)
+                return self.engine.encode(tokens)
         with _as_answers(name):
             if chat_end != "answer":
                 tokens = encode_chat(
@@ -470,15 +486,16 @@ def _check_logprobs(
     """
     if (count := request.top_count) is None:
         return
+    name = "logprobs" if count == request.logprobs else "prompt_logprobs"
     read = sum(map(len, prompts)) if request.scores_prompt else 0
     tokens = (read + sum(max_new_tokens)) * request.n
     if tokens * (count + 1) > MAX_REQUEST_LOGPROBS:
         message = (
-            f"logprobs: {count} for each of {tokens} tokens, but a request may have"
+            f"{name}: {count} for each of {tokens} tokens, but a request may have"
             f" {MAX_REQUEST_LOGPROBS} in all; give a smaller number, fewer tokens, or fewer prompts"
             " at a time"
         )
-        raise invalid("logprobs", message, code="too_many_logprobs")
+        raise invalid(name, message, code="too_many_logprobs")
 
 
 class Submission:

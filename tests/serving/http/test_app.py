@@ -21,6 +21,7 @@ import httpx2
 import pytest
 
 import specjax
+from specjax.assets import embedded
 from specjax.errors import InputError
 from specjax.serving.handle import Handle, RowProgress
 from specjax.serving.http import app, requests, responses, run, service
@@ -28,7 +29,7 @@ from specjax.serving.http.app import make_app
 from specjax.serving.http.protocol import ConnectionLimits
 from specjax.serving.http.service import MAX_NAMES_LOGGED, AppOptions, Service
 from specjax.serving.http.tokens import TokenTexts
-from specjax.text import GrowingText
+from specjax.text import GrowingText, load_tokenizer
 from tests.serving.http.made_up import (
     CAPACITY,
     Characters,
@@ -193,9 +194,23 @@ def test_log_probabilities_of_the_prompt_have_ids_and_ranks() -> None:
     assert [len(position) for position in answer["prompt_logprobs"][1:]] == [1] * 7
     content = answer["choices"][0]["logprobs"]["content"]
     assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
-    assert len(ask(engine, max_tokens=1, logprobs=1, prompt_logprobs=3).json()["choices"]) == 1
     tops = ask(engine, max_tokens=1, logprobs=1, prompt_logprobs=3).json()["choices"][0]["logprobs"]
     assert [len(top) for top in tops["top_logprobs"]] == [1]
+
+
+def test_a_suffix_is_encoded_behind_the_gap() -> None:
+    engine = MadeUpEngine()
+    engine.tokenizer = load_tokenizer(embedded("target"))
+    engine.tokenizer.add_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"])
+    assert ask(engine, suffix=" + 1", prompt="x = ").status_code == 200
+    (handle,) = engine.submitted
+    assert engine.tokenizer.decode(handle.prompt) == (
+        "<|endoftext|><fim_prefix>x = <fim_suffix> + 1<fim_middle>"
+    )
+    end = engine.tokenizer.convert_tokens_to_ids("<file_sep>")
+    assert handle.settings["eos_token_ids"] == (2, end)
+    engine.tokenizer = load_tokenizer(embedded("target"))
+    assert refused(ask(engine, suffix=" + 1"), 400)["param"] == "suffix"
 
 
 def test_small_answers_about_the_server() -> None:

@@ -401,6 +401,9 @@ def test_log_probabilities_of_the_prompt_are_read(kind: str) -> None:
     assert read(kind, prompt_logprobs=0, **more).top_count == 5
     assert not read(kind, **more).scores_prompt
     assert "a stream has none" in refusal(kind, prompt_logprobs=1, stream=True).message
+    if kind == "completion":
+        assert read(max_tokens=0, prompt_logprobs=1).max_tokens == 0
+        assert refusal(max_tokens=0, echo=True).param == "max_tokens"
     bare = dataclasses.replace(LIMITS, max_logprobs=0)
     assert refusal(kind, limits=bare, prompt_logprobs=0).param == "prompt_logprobs"
 
@@ -408,7 +411,8 @@ def test_log_probabilities_of_the_prompt_are_read(kind: str) -> None:
 def test_a_suffix_needs_a_text_and_no_echo() -> None:
     assert read(suffix=" end").suffix == " end"
     assert (read().suffix, read(suffix="").suffix, read(suffix=None).suffix) == ("", "", "")
-    for wrong in ({"echo": True}, {"prompt": [1, 2]}, {"prompt": [[1], [2]]}):
+    assert read(suffix=" end", prompt="").prompts == ("",)
+    for wrong in ({"echo": True}, {"prompt": [1, 2]}, {"prompt": [[1], [2]]}, {"prompt": ["a"]}):
         assert refusal(suffix=" end", **wrong).param == "suffix"
     assert refusal("chat", suffix=" end").param == "suffix"
 
