@@ -162,11 +162,13 @@ def _fork(tokenizer: Any, source: str, settings: Mapping[str, Any]) -> tuple[int
         matcher = compile_source(tokenizer, source, settings["limits"])
         error = first_line(matcher.get_error()) if matcher.is_error() else ""
         kept_megabytes = settings["megabytes"] / KEPT
-        if not error and _kilobytes("RssAnon") - before > kept_megabytes * 1e3:
+        megabytes = max(_kilobytes("RssAnon") - before, 0) / 1e3
+        if not error and megabytes > kept_megabytes:
             error = f"it takes more than {kept_megabytes:g} MB once it is compiled; simplify it"
         if not error:
             _walk(tokenizer, matcher)
-        os.write(writes, json.dumps({"error": error[:1000]}).encode())
+        answer = {"error": error[:1000], "megabytes": megabytes}
+        os.write(writes, json.dumps(answer).encode())
     except MemoryError:
         os.kill(os.getpid(), signal.SIGABRT)  # as llguidance does without memory
     finally:
@@ -221,11 +223,10 @@ def _collect(fd: int, process: int, check: Any) -> None:
     _, status = os.waitpid(process, 0)
     signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     try:
-        error = json.loads(answer)["error"]
+        result = json.loads(answer)
     except ValueError:
-        _answer(check=check, error="", signal=signal_number or int(signal.SIGKILL))
-    else:
-        _answer(check=check, error=error, signal=signal_number)
+        signal_number, result = signal_number or int(signal.SIGKILL), {"error": "", "megabytes": 0}
+    _answer(check=check, signal=signal_number, **result)
 
 
 def _answer(**values: Any) -> None:

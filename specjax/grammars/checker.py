@@ -95,7 +95,7 @@ class GrammarChecker:
         >>> from specjax.grammars import GrammarChecker, GrammarLimits
         >>> compiler = specjax.load("embedded").grammar_compiler
         >>> with GrammarChecker(compiler, GrammarLimits(seconds=1)) as checker:
-        ...     checker.check(specjax.Regex("[0-9]+"))
+        ...     megabytes = checker.check(specjax.Regex("[0-9]+"))
         ...     checker.check(specjax.Regex("(" * 100 + ")" * 100))
         Traceback (most recent call last):
         specjax.errors.InputError: grammar=Regex(...: its brackets are nested 100 deep; ...
@@ -116,13 +116,16 @@ class GrammarChecker:
         self._settings = json.dumps(settings).encode() + b"\n"
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(CONCURRENT)
-        self._verdicts: dict[bytes, str] = {}  # by hash of the source: why it is refused, or ""
-        self._running: dict[bytes, Future[str]] = {}
+        self._verdicts: dict[bytes, _Verdict] = {}  # by hash of the source
+        self._running: dict[bytes, Future[_Verdict]] = {}
         self._is_closed = False
         self._process = _Process(self._settings)
 
-    def check(self, grammar: Grammar) -> None:
+    def check(self, grammar: Grammar) -> float:
         """Return if a grammar can be compiled within the bounds. Wait for the verdict.
+
+        Returns:
+            The memory that the compiled grammar takes, in megabytes of 10**6 bytes.
 
         Raises:
             InputError: the grammar exceeds a bound, is wrong, or is not supported. The message
@@ -149,8 +152,10 @@ class GrammarChecker:
             self._find_verdict(key, source, running)
         if running is not None and verdict is None:
             verdict = running.result()
-        if verdict:
-            raise InputError(f"grammar={grammar!r}: {verdict}")
+        assert verdict is not None
+        if verdict.reason:
+            raise InputError(f"grammar={grammar!r}: {verdict.reason}")
+        return verdict.megabytes
 
     def close(self) -> None:
         """End the process. Checks that run or wait are refused."""
@@ -181,7 +186,7 @@ class GrammarChecker:
                 f" {limits.depth} are allowed; use fewer levels, or references"
             )
 
-    def _find_verdict(self, key: bytes, source: str, running: "Future[str]") -> None:
+    def _find_verdict(self, key: bytes, source: str, running: "Future[_Verdict]") -> None:
         """Let the process compile a grammar, and set the verdict that all callers wait for."""
         try:
             with self._slots:
@@ -197,14 +202,14 @@ class GrammarChecker:
                 self._remember(key, verdict)
         running.set_result(verdict)
 
-    def _remember(self, key: bytes, verdict: str) -> None:
+    def _remember(self, key: bytes, verdict: "_Verdict") -> None:
         """Remember a verdict as the newest. Needs the lock."""
         self._verdicts.pop(key, None)
         self._verdicts[key] = verdict
         while len(self._verdicts) > MAX_REMEMBERED:
             del self._verdicts[next(iter(self._verdicts))]
 
-    def _ask(self, source: str) -> tuple[str, bool]:
+    def _ask(self, source: str) -> tuple["_Verdict", bool]:
         """Return a verdict of the process, and whether it would be the same again.
 
         Somebody may end the process in the middle. Then a new one is asked, once.
@@ -213,7 +218,8 @@ class GrammarChecker:
             with suppress(_EndedError):
                 answer = self._running_process().ask(source, self._patience)
                 reason = self._reason(answer["signal"]) if answer["signal"] else answer["error"]
-                return reason, answer["signal"] != signal.SIGKILL
+                verdict = _Verdict(reason, answer["megabytes"])
+                return verdict, answer["signal"] != signal.SIGKILL
         raise CheckerBusyError("the process that checks grammars has ended; try again later")
 
     @property
@@ -240,6 +246,19 @@ class GrammarChecker:
         if signal_number in (signal.SIGSEGV, signal.SIGBUS):
             return "its rules are nested too deeply to be compiled; use fewer levels"
         return "the process that compiled it was ended; simplify it"
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What was learned of a grammar.
+
+    Attributes:
+        reason: why it is refused; empty: it is not.
+        megabytes: the memory that it takes once it is compiled.
+    """
+
+    reason: str
+    megabytes: float
 
 
 class _EndedError(RuntimeError):

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,9 @@ from specjax.grammars.structure import AddedTokens, tokenized_source
 
 MAX_COMPILED = 128
 """The number of compiled grammars that a compiler keeps: those that were used last."""
+
+MAX_COMPILED_MEGABYTES = 1000.0
+"""The memory that these may take in all, in megabytes of 10**6 bytes, as far as it is known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +62,10 @@ class CompiledGrammar:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, each of them once.
 
-    Building it takes 0.03 s for 3,000 tokens and 3 s for 130,000. The `MAX_COMPILED` newest
-    grammars are kept. Any thread may call `compile`.
+    Building it takes 0.03 s for 3,000 tokens and 3 s for 130,000. The grammars that were used last
+    are kept, at most `MAX_COMPILED`. If their sizes are stated, they take at most
+    `MAX_COMPILED_MEGABYTES`, or the last one is larger. Any thread may call `compile`. Threads that
+    need the same grammar at a time compile it once.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
@@ -137,7 +143,8 @@ class GrammarCompiler:
             raise InputError(f"grammar: this tokenizer is not supported: {error}") from None
         self._vocab_size = vocab_size
         self._recipe: dict[str, Any] | None = None
-        self._compiled: dict[tuple[Grammar, bool], CompiledGrammar] = {}
+        self._compiled: dict[_Key, tuple[CompiledGrammar, float]] = {}  # with its megabytes
+        self._running: dict[_Key, Future[CompiledGrammar]] = {}
         self._lock = threading.Lock()
         self._lacks_bytes = not all(map(self._can_write, range(0xF5)))  # the bytes of UTF-8
 
@@ -146,7 +153,9 @@ class GrammarCompiler:
         text = bytes([byte])
         return self._tokenizer.decode_bytes(self._tokenizer.tokenize_bytes(text)) == text
 
-    def compile(self, grammar: Grammar, *, is_bounded: bool = False) -> CompiledGrammar:
+    def compile(
+        self, grammar: Grammar, *, is_bounded: bool = False, megabytes: float = 0.0
+    ) -> CompiledGrammar:
         """Return the compiled grammar.
 
         Args:
@@ -154,6 +163,8 @@ class GrammarCompiler:
             is_bounded: whether a text ends with a `specjax.errors.GrammarLimitError` where a mask
                 would take more than some 10 ms, as in an engine. It bounds the size of very large
                 grammars, too.
+            megabytes: the memory that the compiled grammar takes, as `GrammarChecker.check` returns
+                it. It counts for `MAX_COMPILED_MEGABYTES`.
 
         Raises:
             InputError: the grammar is wrong, or has a part that is not supported. The message
@@ -162,13 +173,53 @@ class GrammarCompiler:
         check_grammar(grammar)
         key = grammar, is_bounded
         with self._lock:
-            compiled = self._compiled.pop(key, None)
-        compiled = compiled or self._compile(*key)  # several threads may compile at a time
+            if (before := self._compiled.pop(key, None)) is not None:
+                compiled, size = before
+                self._keep(key, compiled, max(size, megabytes))
+                return compiled
+            running = self._running.get(key)
+            if is_first := running is None:
+                running = self._running[key] = Future()
+        if not is_first:
+            return running.result()  # another thread compiles it
+        try:
+            compiled = self._compile(*key)
+        except BaseException as error:
+            with self._lock:
+                del self._running[key]
+            running.set_exception(error)
+            raise
         with self._lock:
-            self._compiled[key] = compiled  # the newest is the last
-            while len(self._compiled) > MAX_COMPILED:
-                del self._compiled[next(iter(self._compiled))]
+            del self._running[key]
+            self._keep(key, compiled, megabytes)
+        running.set_result(compiled)
         return compiled
+
+    def compiled(self, grammar: Grammar, *, is_bounded: bool = False) -> CompiledGrammar | None:
+        """Return what `compile` returns if it is there already; None: it must be compiled.
+
+        Examples:
+            >>> import specjax
+            >>> from specjax.grammars import GrammarCompiler
+            >>> compiler = GrammarCompiler(specjax.load("embedded").tokenizer, 3072)
+            >>> compiler.compiled(specjax.Regex("[0-9]")) is None
+            True
+        """
+        with self._lock:
+            if (before := self._compiled.pop((grammar, is_bounded), None)) is None:
+                return None
+            self._compiled[grammar, is_bounded] = before  # the newest is the last
+            return before[0]
+
+    def _keep(self, key: "_Key", compiled: CompiledGrammar, megabytes: float) -> None:
+        """Keep a grammar as the newest, and forget the oldest beyond the bounds. Needs the lock."""
+        self._compiled[key] = compiled, megabytes
+        in_all = sum(size for _, size in self._compiled.values())
+        while len(self._compiled) > 1 and (
+            len(self._compiled) > MAX_COMPILED or in_all > MAX_COMPILED_MEGABYTES
+        ):
+            _, size = self._compiled.pop(next(iter(self._compiled)))
+            in_all -= size
 
     def source(self, grammar: Grammar) -> str:
         """Return a grammar in the form that llguidance reads, for this tokenizer.
@@ -212,6 +263,10 @@ class GrammarCompiler:
         if matcher.is_stuck:
             raise InputError(f"grammar={grammar!r}: no text satisfies it")
         return compiled
+
+
+_Key = tuple[Grammar, bool]
+"""A grammar, and whether it is bounded."""
 
 
 class _Tokens:

@@ -122,6 +122,12 @@ def test_memory_is_bounded(compiler) -> None:
         assert "more than 7.5 MB once it is compiled" in reason(checker, products(307, 311))
 
 
+def test_the_size_of_a_compiled_grammar_is_known(bounded) -> None:
+    small, large = bounded.check(specjax.Regex("ab")), bounded.check(products(101, 103))
+    assert 0 <= small < 1 < large < 25
+    assert bounded.check(products(101, 103)) == large  # it is remembered
+
+
 def test_another_grammar_does_not_wait_for_a_slow_one(compiler) -> None:
     with GrammarChecker(compiler, GrammarLimits(seconds=30)) as checker:
         slow = threading.Thread(target=reason, args=(checker, ENDLESS))

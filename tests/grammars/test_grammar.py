@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 import specjax
 from specjax.decoding import generation
 from specjax.errors import InputError
-from specjax.grammars import GrammarCompiler
+from specjax.grammars import CompiledGrammar, Grammar, GrammarCompiler
+from specjax.grammars import compiler as compiler_module
 from tests.grammars.tokenizers_for_tests import small_tokenizer
 
 
@@ -208,6 +211,51 @@ def test_expressions_of_other_languages_are_refused_by_name(bytewise, pattern, m
 def test_a_grammar_is_compiled_once(compiler) -> None:
     first = compiler.compile(specjax.Choice(["a", "b"]))
     assert compiler.compile(specjax.Choice(["a", "b"])) is first
+
+
+def test_threads_that_need_one_grammar_compile_it_once(monkeypatch) -> None:
+    compiler, grammar = GrammarCompiler(small_tokenizer(), 20), specjax.Regex("[ab]+")
+    compile_it, may_go_on = compiler._compile, threading.Event()
+    compiled: list[CompiledGrammar] = []
+
+    def slowly(grammar: Grammar, is_bounded: bool) -> CompiledGrammar:
+        assert may_go_on.wait(20)
+        compiled.append(compile_it(grammar, is_bounded))
+        if grammar != specjax.Regex("[ab]+"):
+            raise InputError("it is refused")
+        return compiled[-1]
+
+    monkeypatch.setattr(compiler, "_compile", slowly)
+    with ThreadPoolExecutor(8) as threads:
+        jobs = [threads.submit(compiler.compile, grammar) for _ in range(4)]
+        refused = [threads.submit(compiler.compile, specjax.Regex("a")) for _ in range(4)]
+        may_go_on.set()
+        assert {id(job.result(20)) for job in jobs} <= set(map(id, compiled))
+        assert {str(job.exception(20)) for job in refused} == {"it is refused"}
+    assert compiler.compile(grammar) is jobs[0].result() is compiler.compiled(grammar)
+    assert [it for it in compiled if it.grammar == grammar] == [jobs[0].result()]
+    assert not compiler._running and compiler.compiled(specjax.Regex("a")) is None
+
+
+def test_compiled_grammars_are_kept_within_bounds_of_number_and_memory(monkeypatch) -> None:
+    compiler = GrammarCompiler(small_tokenizer(), 20)
+    grammars = [specjax.Regex(letter) for letter in "abcde"]
+
+    def kept() -> str:
+        return "".join("abcde"[grammars.index(grammar)] for grammar, _ in compiler._compiled)
+
+    monkeypatch.setattr(compiler_module, "MAX_COMPILED", 3)
+    monkeypatch.setattr(compiler_module, "MAX_COMPILED_MEGABYTES", 100)
+    for grammar, megabytes in zip(grammars, [40, 40, 40, 0, 0], strict=True):
+        compiler.compile(grammar, megabytes=megabytes)
+        assert sum(size for _, size in compiler._compiled.values()) <= 100
+    assert kept() == "cde"  # a has gone for its size, b for the number
+    assert compiler.compiled(grammars[2]) is not None
+    assert kept() == "dec"
+    compiler.compile(grammars[3], megabytes=70)  # its size is learned later
+    assert kept() == "d"
+    compiler.compile(grammars[0], megabytes=5000)
+    assert kept() == "a"  # the last one stays, whatever its size
 
 
 def test_a_grammar_for_another_vocabulary_is_refused_before_anything_runs(
