@@ -216,6 +216,7 @@ class Engine:
         cache_salt: str = "",
         priority: int = 0,
         is_chat: bool | None = None,
+        compiled_grammar: CompiledGrammar | None = None,
         **stated: Any,
     ) -> Handle:
         """Submit a request, and return its handle at once.
@@ -246,6 +247,9 @@ class Engine:
                 A text does not depend on it.
             is_chat: whether the text answers a chat. Of a model that writes in channels, such as
                 gpt-oss, it is then the final channel alone. None: it does if the prompt is a chat.
+            compiled_grammar: what `compile_grammar` has returned for the grammar of the parameters,
+                so that it is not compiled again if it was forgotten meanwhile. None: it is looked
+                up, or compiled here.
             stated: fields of `SamplingParams` by name, such as ``temperature=0.7``, in place of
                 ``params`` or to override them. Without ``params``, the distribution's fields that
                 are left out are those of ``default_sampling``, or greedy if there is none.
@@ -283,7 +287,7 @@ class Engine:
             growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
         matcher = None
         if params.grammar is not None:
-            matcher = self._matcher(params.grammar, settings)
+            matcher = self._matcher(params.grammar, compiled_grammar, settings)
         options = OutputOptions(
             logprobs=logprobs,
             echo=echo,
@@ -314,6 +318,7 @@ class Engine:
         listener: Listener,
         owner: str = "",
         tenant: str = "",
+        compiled_grammar: CompiledGrammar | None = None,
         **stated: Any,
     ) -> ClientRow:
         """Request a row for a client that drafts elsewhere, and return its handle at once.
@@ -340,6 +345,7 @@ class Engine:
             owner: the client's owner. The clients of one owner have at most ``client_rows`` rows at
                 a time, and further ones wait. Rows with an empty owner are not counted.
             tenant: the name of the tenant, as in `submit`.
+            compiled_grammar: as for `submit`.
             stated: fields of `SamplingParams` by name, in place of ``params`` or to override them.
 
         Raises:
@@ -361,7 +367,7 @@ class Engine:
             )
         settings, matcher = self._config.settings(params, length), None
         if params.grammar is not None:
-            matcher = self._matcher(params.grammar, settings, tokens[length:])
+            matcher = self._matcher(params.grammar, compiled_grammar, settings, tokens[length:])
         with self._loop.wake:
             self._loop.check_open()
             return self._loop.clients.open(
@@ -483,11 +489,20 @@ class Engine:
     ) -> None:
         self.close()
 
-    def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
+    def compiled_grammar(self, grammar: Grammar) -> CompiledGrammar | None:
+        """Return what `compile_grammar` returns if it is there already, or None."""
+        compiler = self._config.grammars
+        return None if compiler is None else compiler.compiled(grammar, is_bounded=True)
+
+    def compile_grammar(self, grammar: Grammar, *, megabytes: float = 0.0) -> CompiledGrammar:
         """Compile a grammar of a request now, so that `submit` finds it compiled.
+
+        It is forgotten after a while, unless it is given to `submit` or `open_row`, too.
 
         Args:
             grammar: the grammar.
+            megabytes: the memory that the compiled grammar takes, as
+                `specjax.grammars.GrammarChecker.check` returns it.
 
         Raises:
             InputError: this engine has no grammars, or the grammar is wrong or has a part that is
@@ -495,19 +510,36 @@ class Engine:
         """
         if self._config.grammars is None:
             raise InputError("grammar: this engine has no grammars; give Engine(grammars=True)")
-        return self._config.grammars.compile(grammar, is_bounded=True)
+        return self._config.grammars.compile(grammar, is_bounded=True, megabytes=megabytes)
 
     def _matcher(
-        self, grammar: Grammar, settings: Mapping[str, Any], output: Sequence[int] = ()
+        self,
+        grammar: Grammar,
+        compiled: CompiledGrammar | None,
+        settings: Mapping[str, Any],
+        output: Sequence[int] = (),
     ) -> Matcher:
         """Return the matcher of a request that has some output already.
+
+        Args:
+            grammar: the request's grammar.
+            compiled: the compiled grammar; None: it is looked up, or compiled here.
+            settings: the settings of the request's row.
+            output: the tokens after the prompt.
 
         Raises:
             InputError: This engine has no grammars, or the grammar cannot be compiled, or the
                 output cannot go on under it.
         """
         stop_ids = tuple(int(i) for i in settings["stop_token_ids"] if i >= 0)
-        matcher = self.compile_grammar(grammar).matcher(stop_ids)
+        if compiled is None:
+            compiled = self.compile_grammar(grammar)
+        elif compiled.grammar != grammar:
+            raise InputError(
+                f"compiled_grammar={compiled.grammar!r}: the request has the grammar {grammar!r};"
+                " give what compile_grammar returns for that"
+            )
+        matcher = compiled.matcher(stop_ids)
         try:
             matcher.append(output)
         except RuntimeError as error:

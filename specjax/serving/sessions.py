@@ -68,7 +68,7 @@ from msgspec import UNSET
 
 from specjax import wire
 from specjax.errors import InputError
-from specjax.grammars import Grammar
+from specjax.grammars import CompiledGrammar, Grammar
 from specjax.sampling import SAMPLING_NAMES
 from specjax.sampling_params import SamplingParams
 from specjax.serving import clients
@@ -89,11 +89,11 @@ A client that is cut off for this reason may connect again and resume.
 """
 
 
-CompileGrammar = Callable[[Grammar, Callable[[InputError | None], None]], None]
+CompileGrammar = Callable[[Grammar, Callable[[CompiledGrammar | InputError], None]], None]
 """A function that compiles a grammar in another thread.
 
-It returns at once, and calls its second argument in that thread when it is done: with None, or with
-the reason why the grammar is refused.
+It returns at once. When the grammar is compiled, or if it is already, it calls its second argument,
+in any thread: with the compiled grammar, or with the reason why the grammar is refused.
 """
 
 
@@ -286,6 +286,7 @@ class _Session:
         counted_as: the name under which it counts for the limits; empty: it does not count.
         precision: the format of the hidden states that are sent.
         params: the sampling parameters.
+        grammar: the compiled grammar of ``params``; None: there is none, or the engine compiles it.
         prompt: the number of tokens of the prompt.
         text: the committed tokens, prompt included.
         nonce: the nonce of the Open that it began with.
@@ -311,6 +312,7 @@ class _Session:
     counted_as: str
     precision: wire.Precision
     params: SamplingParams
+    grammar: CompiledGrammar | None
     prompt: int
     text: "array[int]"
     nonce: bytes = b""
@@ -497,23 +499,28 @@ class Sessions:
             return
         self._compiling[key] = connection
 
-        def go_on(error: InputError | None) -> None:
+        def go_on(compiled: CompiledGrammar | InputError) -> None:
             newest = self._compiling.pop(key)
-            if error is not None:
-                code = "full" if isinstance(error, QueueFullError) else "invalid"
-                refused = wire.RefusedMessage(code=code, message=str(error)[:1000])
+            if isinstance(compiled, InputError):
+                code = "full" if isinstance(compiled, QueueFullError) else "invalid"
+                refused = wire.RefusedMessage(code=code, message=str(compiled)[:1000])
                 self._send(newest, refused)
             elif not newest.is_lost:
-                self._open(newest, message)
+                self._open(newest, message, compiled)
 
-        def post(error: InputError | None) -> None:
-            self._post(partial(go_on, error))
+        def post(compiled: CompiledGrammar | InputError) -> None:
+            self._post(partial(go_on, compiled))
 
         assert grammar is not None
         compile_grammar(grammar, post)
 
-    def _open(self, connection: Connection, message: wire.OpenMessage) -> None:
-        """Open a session, and have its text prefilled."""
+    def _open(
+        self,
+        connection: Connection,
+        message: wire.OpenMessage,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
+        """Open a session, and have its text prefilled. Its grammar may be compiled already."""
         same = [
             old for old in self._sessions.values() if old.is_of(connection.owner, message.nonce)
         ]
@@ -536,6 +543,7 @@ class Sessions:
             return
         # The Opened was lost with its connection, so the client cannot resume the session.
         if before is not None:
+            grammar = before.grammar  # an equal one: a repeated message is the same
             self._end(before)
         try:
             to_end = self._session_to_end(connection.counted_as)
@@ -545,6 +553,7 @@ class Sessions:
                 connection.counted_as,
                 message.precision,
                 _params_of(message),
+                grammar,
                 message.prompt,
                 array("i", wire.unpack(message.tokens).tolist()),
                 nonce=message.nonce,
@@ -640,6 +649,7 @@ class Sessions:
                 listener=listener,
                 owner=session.counted_as,
                 tenant="" if self.terms.share_prefixes else session.owner,
+                compiled_grammar=session.grammar,
             )
         except EngineError as error:
             raise FrameError(1011, f"{error}") from None

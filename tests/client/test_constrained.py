@@ -274,10 +274,10 @@ def test_a_session_waits_for_its_grammar_and_is_opened_once() -> None:
         """An engine that notes the parameters of its rows."""
 
         def __init__(self) -> None:
-            self.opened: list[SamplingParams] = []
+            self.opened: list[tuple[SamplingParams, Any]] = []
 
-        def open_row(self, tokens, params, *, listener, **options):
-            self.opened.append(params)
+        def open_row(self, tokens, params, *, listener, compiled_grammar, **options):
+            self.opened.append((params, compiled_grammar))
 
     rows, terms = Rows(), Terms(sessions_per_owner=2)
     client = Opening(
@@ -293,14 +293,30 @@ def test_a_session_waits_for_its_grammar_and_is_opened_once() -> None:
     client.ask(grammar.source, nonce=b"2" * 16)
     client.ask(grammar.source, nonce=b"3" * 16)
     assert client.answers == ["full 2 grammars wait to be compiled; try again later"]
-    jobs[0][1](None)
+    compiled = compiler().compile(grammar)
+    jobs[0][1](compiled)
     jobs[1][1](InputError("grammar: no"))
     client.work.get()()
     client.work.get()()
     assert client.answers[1:] == ["opened ", "invalid grammar: no"]
-    assert [params.grammar.source for params in rows.opened] == [grammar.source]
+    assert [params.grammar.source for params, _ in rows.opened] == [grammar.source]
     client.ask(grammar.source)
     assert len(jobs) == 2 and client.answers[3:] == ["opened "]
+    # Whenever the text is read again, its compiled grammar is there, whatever was forgotten.
+    client.connection.lost()
+    client.connection = client.sessions.connect("me", client.frames.append, print)
+    client.ask(grammar.source)  # the answer was lost, and another session begins
+    assert len(jobs) == 2 and client.answers[4:] == ["opened "]
+    opened = wire.decode_down(client.frames[-1])
+    assert isinstance(opened, wire.OpenedMessage)
+    resume = wire.ResumeMessage(
+        session=opened.session, epoch=1, base=len(PROMPT), digest=wire.digest(PROMPT), known=0
+    )
+    client.sessions.terms = replace(terms, tells={"hidden": (2,)})
+    (session,) = client.sessions._sessions.values()
+    session.sent_tokens = 4  # they were lost on the way
+    client.connection.receive(wire.encode(resume))
+    assert [read_with for _, read_with in rows.opened] == [compiled] * 3
 
 
 def test_a_grammar_and_what_is_not_verified_are_refused() -> None:

@@ -7,14 +7,15 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specjax.errors import InputError
 from specjax.fill_in_the_middle import encode_gap
-from specjax.grammars import CheckerBusyError, Grammar, GrammarChecker
+from specjax.grammars import CheckerBusyError, CompiledGrammar, Grammar, GrammarChecker
+from specjax.grammars.checker import CONCURRENT
 from specjax.sampling import SAMPLING_NAMES
 from specjax.serving.engine import Engine
 from specjax.serving.handle import Handle, TextCancelledError
@@ -39,7 +40,11 @@ MAX_NAMES_LOGGED = 256
 """The number of unknown parameters that are logged, each once. Clients may invent any number."""
 
 _CHECKING_THREADS = 32
-"""More threads than the checker takes grammars, so that known grammars do not wait for others."""
+"""The number of grammars that are compiled or wait. It is more than the checker takes.
+
+Each has a thread. Grammars that are compiled already need none, and all requests that wait for one
+grammar share one.
+"""
 
 _LOG = logging.getLogger(__name__)
 
@@ -142,8 +147,11 @@ class Service:
         self._threads = ThreadPoolExecutor(2, "specjax-requests")
         # Grammars that take long to compile do not keep other requests from being tokenized. The
         # checker bounds how many are compiled at a time, and how many wait.
-        threads = 2 if grammar_checker is None else _CHECKING_THREADS
-        self._grammar_threads = ThreadPoolExecutor(threads, "specjax-grammars")
+        self._grammar_threads = ThreadPoolExecutor(_CHECKING_THREADS, "specjax-grammars")
+        self._grammar_jobs: dict[Grammar, Future[CompiledGrammar]] = {}
+        self._grammar_lock = threading.Lock()
+        # One that was checked before is compiled here at once, which takes as much as the check.
+        self._grammar_slots = threading.Semaphore(CONCURRENT)
         self._logged_names: set[str] = set()
         self._places_lock = threading.Lock()
 
@@ -151,58 +159,80 @@ class Service:
         """Call ``work`` in one of two threads, because tokenizing a long text takes seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def compile_grammar(self, request: TextRequest) -> None:
-        """Compile the grammar of a request, if it has one, so that the engine finds it compiled.
+    async def compile_grammar(self, request: TextRequest) -> CompiledGrammar | None:
+        """Compile the grammar of a request, if it has one.
 
         Raises:
             RequestError: the grammar is wrong, or has a part that is not supported.
         """
         grammar, name = request.params.grammar, request.grammar_name
         if grammar is None:
-            return
+            return None
+        try:
+            return await asyncio.wrap_future(self._compiled(grammar))
+        except CheckerBusyError as error:
+            message, headers = f"{name}: {error}", {"Retry-After": "1"}
+            raise RequestError(429, message, code="queue_full", headers=headers) from None
+        except InputError as error:
+            message = str(error).removeprefix(f"grammar={grammar!r}: ")
+            raise invalid(name, f"{name}: {message}") from None
 
-        def work() -> None:
-            try:
-                self._compile(grammar)
-            except CheckerBusyError as error:
-                message, headers = f"{name}: {error}", {"Retry-After": "1"}
-                raise RequestError(429, message, code="queue_full", headers=headers) from None
-            except InputError as error:
-                message = str(error).removeprefix(f"grammar={grammar!r}: ")
-                raise invalid(name, f"{name}: {message}") from None
+    def _compiled(self, grammar: Grammar) -> "Future[CompiledGrammar]":
+        """Return the future in which a grammar is compiled, the same for all that wait for it.
 
-        await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
-
-    def _compile(self, grammar: Grammar) -> None:
-        """Check and compile a grammar, so that the engine finds it compiled. It blocks its thread.
-
-        Raises:
-            InputError: the grammar is wrong or exceeds a bound.
-            CheckerBusyError: too many grammars wait to be checked.
+        Its errors are an InputError if the grammar is wrong or exceeds a bound, and a
+        CheckerBusyError if too many grammars wait.
         """
-        if self.grammar_checker is not None:
-            self.grammar_checker.check(grammar)
-        self.engine.compile_grammar(grammar)
+        with self._grammar_lock:
+            if (running := self._grammar_jobs.get(grammar)) is not None:
+                return running
+            future: Future[CompiledGrammar] = Future()
+            future.set_running_or_notify_cancel()  # nobody can cancel it for the others
+            if (compiled := self.engine.compiled_grammar(grammar)) is not None:
+                future.set_result(compiled)
+                return future
+            if len(self._grammar_jobs) >= _CHECKING_THREADS:
+                busy = f"{len(self._grammar_jobs)} grammars are being compiled; try again later"
+                future.set_exception(CheckerBusyError(busy))
+                return future
+            self._grammar_jobs[grammar] = future
+        self._grammar_threads.submit(self._compile, grammar, future)
+        return future
+
+    def _compile(self, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:
+        """Check and compile a grammar. It blocks its thread."""
+        compiled, refusal = None, None
+        try:
+            checker = self.grammar_checker
+            megabytes = 0.0 if checker is None else checker.check(grammar)
+            with self._grammar_slots:
+                compiled = self.engine.compile_grammar(grammar, megabytes=megabytes)
+        except BaseException as error:
+            refusal = error
+        with self._grammar_lock:
+            del self._grammar_jobs[grammar]
+        if compiled is not None:
+            future.set_result(compiled)
+        else:
+            future.set_exception(refusal)
 
     def _compile_for_client(
-        self, grammar: Grammar, go_on: Callable[[InputError | None], None]
+        self, grammar: Grammar, go_on: Callable[[CompiledGrammar | InputError], None]
     ) -> None:
         """Compile a grammar as `specjax.serving.sessions.CompileGrammar` describes."""
 
-        def work() -> None:
-            error = None
+        def pass_on(future: "Future[CompiledGrammar]") -> None:
             try:
-                self._compile(grammar)
+                go_on(future.result())
             except CheckerBusyError as busy:
-                error = QueueFullError(f"grammar: {busy}")
+                go_on(QueueFullError(f"grammar: {busy}"))
             except InputError as refusal:
-                error = refusal
+                go_on(refusal)
             except Exception:
                 _LOG.exception("a client's grammar failed; the others continue")
-                error = InputError("grammar: it failed in the server; see its log")
-            go_on(error)
+                go_on(InputError("grammar: it failed in the server; see its log"))
 
-        self._grammar_threads.submit(work)
+        self._compiled(grammar).add_done_callback(pass_on)
 
     def ignored_header(self, names: Sequence[str]) -> dict[str, str]:
         """Return the header that names the unknown parameters of a request, and log new ones."""
@@ -248,7 +278,13 @@ class Service:
         submission.cancel()
         self._submissions.discard(submission)
 
-    def submit(self, request: TextRequest, submission: "Submission", owner: str) -> list[list[int]]:
+    def submit(
+        self,
+        request: TextRequest,
+        submission: "Submission",
+        owner: str,
+        grammar: CompiledGrammar | None = None,
+    ) -> list[list[int]]:
         """Submit all texts of a request to the engine, and return the token ids of its prompts.
 
         It takes milliseconds or more, and must run in a thread.
@@ -257,6 +293,7 @@ class Service:
             request: the request.
             submission: collects the texts.
             owner: the hash of the request's API key; empty: the server has no keys.
+            grammar: the result of `compile_grammar`.
 
         Raises:
             RequestError: The request is invalid, or there is no room for all of its texts.
@@ -300,6 +337,7 @@ class Service:
             "cache_salt": request.cache_salt,
             "priority": request.priority,
             "is_chat": request.is_chat,
+            "compiled_grammar": grammar,
         }
         for tokens, count in zip(prompts, max_new_tokens, strict=True):
             seed = secrets.randbits(63) if request.seed is None else request.seed

@@ -35,11 +35,11 @@ class GenerationResponse:
         service, request = self._service, self._request
         submission = service.begin()
         try:
-            await service.compile_grammar(request)
+            grammar = await service.compile_grammar(request)
             # Cancelling this task does not stop the thread. Texts that it submits later are
             # cancelled by the submission, which has ended by then.
             owner = scope["specjax.owner"]
-            prompts = await service.in_thread(service.submit, request, submission, owner)
+            prompts = await service.in_thread(service.submit, request, submission, owner, grammar)
             handles = submission.handles
             record = record_of(scope)
             record.model, record.handles = request.model, handles

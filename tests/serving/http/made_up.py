@@ -65,6 +65,7 @@ class MadeUpHandle:
     predicted_tokens: int = 0
     prediction_length: int = 0
     acceptance: Any = None
+    grammar_completed: bool | None = None
 
     @property
     def _arrived(self) -> int:

@@ -1,22 +1,29 @@
 """Tests of requests that state a grammar: how they are read, and a real server's answers."""
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 import specjax
+from specjax.errors import InputError
 from specjax.grammars import Choice, JsonObject, JsonSchema, Lark, Regex, StructuralTag
+from specjax.grammars.checker import CONCURRENT
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.grammars import PARAMETERS
 from specjax.serving.http.requests import Limits
+from specjax.serving.http.service import _CHECKING_THREADS, AppOptions, Service
 from tests.serving.http.conftest import KEY, Server
+from tests.serving.http.made_up import MadeUpEngine, serving
 from tests.serving.http.test_requests import LIMITS, both, read, refusal
 
 SCHEMA = {
@@ -333,3 +340,101 @@ def test_the_errors_are_errors_of_requests() -> None:
     """Check that no reader of a grammar raises anything else."""
     with pytest.raises(RequestError):
         read(structured_outputs={"json": {"a": float("inf")}})
+
+
+# --- waiting for a grammar, in a server whose engine is made up -----------------------------------
+
+
+class Compiling(MadeUpEngine):
+    """An engine whose grammars are compiled as soon as the test allows it.
+
+    Attributes:
+        may_go_on: set by the test.
+        begun: the grammars whose compilation has begun.
+        ready: the compiled grammars.
+    """
+
+    has_grammars = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on, self.begun = threading.Event(), []
+        self.ready: dict[Any, Any] = {}
+
+    def compiled_grammar(self, grammar: Any) -> Any:
+        return self.ready.get(grammar)
+
+    def compile_grammar(self, grammar: Any, *, megabytes: float = 0.0) -> Any:
+        self.begun.append(grammar)
+        assert self.may_go_on.wait(20)
+        if grammar == Regex("wrong"):
+            raise InputError(f"grammar={grammar!r}: no")
+        return object()
+
+
+def asking(service: Service, stated: dict[str, Any]) -> Awaitable[Any]:
+    """Return what waits for the grammar of a request."""
+    return service.compile_grammar(read("completion", **stated))
+
+
+def test_requests_that_wait_for_one_grammar_take_one_thread_and_compile_it_once() -> None:
+    """Check that others do not wait, whatever number of requests has a slow grammar."""
+    engine = Compiling()
+    service = Service(cast(Any, engine), AppOptions(("tiny",)))
+    engine.ready[Regex("known")] = known = object()
+
+    async def ask() -> list[Any]:
+        slow = [asyncio.ensure_future(asking(service, {"guided_regex": "a"})) for _ in range(100)]
+        wrong = [
+            asyncio.ensure_future(asking(service, {"guided_regex": "wrong"})) for _ in range(2)
+        ]
+        assert await asking(service, {"guided_regex": "known"}) is known
+        while len(engine.begun) < 2:
+            await asyncio.sleep(0.001)
+        slow.pop().cancel()  # its client has gone, and the others still wait
+        assert len(service._grammar_jobs) == 2
+        engine.may_go_on.set()
+        return await asyncio.gather(*slow, *wrong, return_exceptions=True)
+
+    *compiled, first, second = asyncio.run(ask())
+    assert len(set(map(id, compiled))) == 1 and len(compiled) == 99
+    for error in (first, second):
+        assert isinstance(error, RequestError) and error.message == "guided_regex: no"
+    assert sorted(engine.begun, key=str) == [Regex("a"), Regex("wrong")]
+    assert not service._grammar_jobs
+
+
+def test_too_many_grammars_that_wait_are_refused_and_known_ones_are_not() -> None:
+    engine = Compiling()
+    service = Service(cast(Any, engine), AppOptions(("tiny",)))
+    engine.ready[Regex("known")] = known = object()
+
+    async def ask() -> None:
+        waiting = [
+            asyncio.ensure_future(asking(service, {"guided_regex": "a" * (count + 1)}))
+            for count in range(_CHECKING_THREADS)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="32 grammars are being compiled") as refused:
+            await asking(service, {"guided_regex": "b"})
+        assert refused.value.status == 429
+        assert await asking(service, {"guided_regex": "known"}) is known
+        assert len(engine.begun) <= CONCURRENT  # memory: each may take as much as in the checker
+        engine.may_go_on.set()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(ask())
+
+
+def test_a_compiled_grammar_stays_with_its_request() -> None:
+    """Check that the texts of a request get what was compiled for it, whatever is forgotten."""
+    engine = Compiling()
+    engine.may_go_on.set()
+    with serving(engine) as (host, port):
+        client = openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", timeout=60)
+        for stated in ({"guided_regex": "a"}, {}):
+            client.completions.create(
+                model="tiny", prompt="x", max_tokens=2, n=2, extra_body=stated
+            )
+    *constrained, free, _ = [it.settings["compiled_grammar"] for it in engine.submitted]
+    assert len({*map(id, constrained)}) == 1 and constrained[0] is not None and free is None
