@@ -487,8 +487,8 @@ class Sessions:
             self._compiling[key] = connection  # the answer goes to the newest connection
             return
         if (refusal := self._refusal(message)) is None:
-            waiting = sum(counted_as == owner for counted_as, _ in self._compiling)
-            if waiting >= self.terms.max_of_owner:
+            waiting = self._waiting_grammars(connection.counted_as)
+            if waiting is not None:
                 refusal = "full", f"{waiting} grammars wait to be compiled; try again later"
             try:
                 grammar = _params_of(message).grammar
@@ -513,6 +513,19 @@ class Sessions:
 
         assert grammar is not None
         compile_grammar(grammar, post)
+
+    def _waiting_grammars(self, counted_as: str) -> int | None:
+        """Return how many grammars wait, if no other one may; None: there is room.
+
+        The bounds are those of sessions: of one API key or address, and of all.
+        """
+        of_owner = sum(
+            bool(counted_as) and waiting.counted_as == counted_as
+            for waiting in self._compiling.values()
+        )
+        if of_owner >= self.terms.max_of_owner:
+            return of_owner
+        return len(self._compiling) if len(self._compiling) >= self.terms.sessions else None
 
     def _open(
         self,

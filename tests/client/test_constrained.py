@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -317,6 +317,27 @@ def test_a_session_waits_for_its_grammar_and_is_opened_once() -> None:
     session.sent_tokens = 4  # they were lost on the way
     client.connection.receive(wire.encode(resume))
     assert [read_with for _, read_with in rows.opened] == [compiled] * 3
+
+
+def test_waiting_grammars_count_as_sessions_do() -> None:
+    """Check that the waiting grammars of one address do not stop another's, without API keys."""
+    jobs: list[Any] = []
+    client = Opening(
+        lambda post: Sessions(
+            cast(Any, None),
+            Terms(sessions=4, sessions_per_owner=1),
+            post=post,
+            compile_grammar=lambda *job: jobs.append(job),
+        )
+    )
+    refusals = []
+    for number, address in enumerate(["1.2.3.4", "1.2.3.4", "5.6.7.8", "", "", ""]):
+        client.connection = client.sessions.connect("", client.frames.append, print, address)
+        client.ask(specjax.Regex("a" * (number + 1)).source, nonce=bytes([number]) * 16)
+        refusals.append(len(client.answers))
+    # The second of an address is refused. Those without a name do not count, up to all sessions.
+    assert refusals == [0, 1, 1, 1, 1, 2] and len(jobs) == 4
+    assert client.answers[1] == "full 4 grammars wait to be compiled; try again later"
 
 
 def test_a_grammar_and_what_is_not_verified_are_refused() -> None:
