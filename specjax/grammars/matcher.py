@@ -133,12 +133,12 @@ class Matcher:
         self._check()
         started = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self.seconds += time.thread_time() - started
-        self._check()
         for word, clear in self._never:
             bits[word] &= clear
-        if self._validates:
+        if self._validates and not self._matcher.is_error():
             bits &= _bits([t for t in _ids(bits) if self._takes(t)], self._words)
+        self.seconds += time.thread_time() - started
+        self._check()
         if self._stops and self.is_complete:
             for word, stop_bits in self._stops:
                 bits[word] |= stop_bits
@@ -227,7 +227,7 @@ class Matcher:
         legal = consumed = 0
         if self._has_ended:
             return 0
-        started = time.thread_time()
+        before, started = self.seconds, time.thread_time()
         for token in map(int, tokens):
             if token in self._stop_ids:
                 legal += self.is_complete
@@ -241,7 +241,8 @@ class Matcher:
             legal, consumed = legal + 1, consumed + 1
         if consumed:
             self._matcher.rollback(consumed)
-        self.seconds += time.thread_time() - started
+        # The masks have added their own time already.
+        self.seconds = before + time.thread_time() - started
         self._check()
         return legal
 

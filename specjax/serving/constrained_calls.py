@@ -39,7 +39,8 @@ class GrammarCounts:
     Attributes:
         forced_tokens: tokens that grammars forced, drafted by the host and emitted.
         illegal_nodes: drafted nodes of masked steps that were not legal.
-        mask_seconds: the host's seconds of making masks.
+        mask_seconds: the host's seconds of making masks, and of checking the tokens of calls
+            without masks.
         free_calls: calls without masks for rows with a grammar.
         restored_rows: how often a row went back to where it was before such a call.
     """
@@ -251,6 +252,7 @@ class ConstrainedCalls:
             self._leaving[request].checked(legal, bool(has_left[row]))
             if has_left[row]:
                 self._replays[request] = tokens[:legal]
+        self.counts.mask_seconds += time.perf_counter() - started
         if has_left.any():
             self._device.restore_rows(before, has_left)
             self.counts.restored_rows += int(has_left.sum())

@@ -32,7 +32,8 @@ class EngineStatistics:
         drafts: the measurements that the choice of a draft depends on, see `DraftChoice.table`.
         forced_tokens: tokens that grammars forced, drafted without a drafter and emitted.
         illegal_nodes: drafted nodes of masked steps that their grammar did not allow.
-        mask_seconds: the seconds in which the host made masks.
+        mask_seconds: the seconds in which the host made masks, and checked the tokens of calls
+            without masks.
         restored_rows: how often a row left its grammar in a call without masks and was put back.
         clients: the counters of the rows of clients that draft. The other counters leave these rows
             out, except for prompts and pages.

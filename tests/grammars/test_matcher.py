@@ -1,12 +1,14 @@
 """The masks of a matcher, compared with llguidance's own, one text and one token at a time."""
 
+import itertools
+
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 
 import specjax
 from specjax import text
-from specjax.grammars import GrammarCompiler
+from specjax.grammars import GrammarCompiler, Matcher, matcher
 from specjax.models import hub
 from tests.grammars.tokenizers_for_tests import small_tokenizer
 
@@ -272,3 +274,33 @@ def test_forced_bytes_count_as_legal_in_their_canonical_tokens_alone(grammar) ->
                 break
             matcher.append([int(rng.choice(np.flatnonzero(mask)))])
     assert excluded or isinstance(grammar, specjax.JsonObject)  # which forces little
+
+
+def test_a_matchers_time_counts_once_and_as_a_whole(compiler, monkeypatch) -> None:
+    """Check what the time of a check of tokens and of a mask that is validated holds."""
+    ticks = itertools.count()
+    read: list[int] = []
+
+    def thread_time() -> int:
+        read.append(next(ticks))
+        return read[-1]
+
+    text = compiler.compile(specjax.Choice(["abc"])).matcher((END,))
+    forced = text.forced(8)
+    before = text.seconds
+    monkeypatch.setattr(matcher.time, "thread_time", thread_time)
+    assert text.count_legal(forced) == len(forced)
+    assert len(read) > 2  # masks were made
+    assert text.seconds - before == read[-1] - read[0]
+    # Where the tokenizer lacks bytes, the check of the mask's tokens is most of its time.
+    takes = Matcher._takes
+
+    def slow_takes(self: Matcher, token: int) -> bool:
+        next(ticks)
+        return takes(self, token)
+
+    monkeypatch.setattr(Matcher, "_takes", slow_takes)
+    text = compiler.compile(specjax.Regex("[a-e]")).matcher((END,))
+    text._validates = True
+    legal = np.unpackbits(text.mask().view(np.uint8)).sum()
+    assert text.seconds == 1 + legal > 2

@@ -173,6 +173,12 @@ def test_a_legal_text_is_decoded_without_masks_and_forced_tokens_are_counted() -
         counts = served._loop._constrained.counts
         calls = served.statistics.decode_calls
         assert counts.restored_rows == 0 and counts.free_calls > calls / 2
+        served._loop._constrained.kinds = "free"
+        seconds = counts.mask_seconds  # no mask is made, but tokens are checked
+        served.submit(
+            PROMPTS[0], max_new_tokens=20, eos_token_ids=(), grammar=GRAMMARS["anything"]
+        ).result(timeout=300)
+        assert counts.mask_seconds > seconds
         served._loop._constrained.kinds = "masked"
         for seed in range(3):
             served.submit(
