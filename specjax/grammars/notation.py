@@ -46,7 +46,8 @@ def check_regex(pattern: str) -> None:
     r"""Raise InputError where Rust and other languages would read a pattern in different ways.
 
     Within a class in brackets, Rust takes another bracket for a class in the class, and ``&&``,
-    ``--`` and ``~~`` for operators. In other languages these are characters.
+    ``--`` and ``~~`` for operators. In other languages these are characters. A backslash at the end
+    is refused, too: it would escape the slash after it.
 
     Examples:
         >>> from specjax.grammars.notation import check_regex
@@ -55,6 +56,11 @@ def check_regex(pattern: str) -> None:
         Traceback (most recent call last):
         specjax.errors.InputError: pattern='[[:alpha:]]': '[' within a class has another meaning...
     """
+    if re.search(r"(?<!\\)(\\\\)*\\\Z", pattern):
+        raise InputError(
+            f"pattern={pattern!r}: the backslash at its end escapes nothing; write two for one"
+            " backslash, or leave it out"
+        )
     in_class = False
     for match in re.finditer(r"\\.|\[\^?\]?|\]|&&|--|~~", pattern, flags=re.DOTALL):
         token = match[0]

@@ -191,6 +191,22 @@ def test_classes_that_rust_reads_in_another_way_are_refused(pattern) -> None:
         specjax.Regex(pattern)
 
 
+@pytest.mark.parametrize("pattern", ["\\", "a\\", "a\\\\\\", "a\n\\"])
+def test_a_backslash_at_the_end_is_refused_before_it_escapes_what_follows(
+    bytewise, pattern
+) -> None:
+    """Check it in a structural tag, too, where another expression may follow."""
+    with pytest.raises(InputError, match="the backslash at its end escapes nothing"):
+        specjax.Regex(pattern)
+    elements = [{"type": "regex", "pattern": it} for it in (pattern, "b/")]
+    spec = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    with pytest.raises(InputError, match="the backslash at its end escapes nothing"):
+        specjax.StructuralTag(spec)
+    matcher = bytewise.compile(specjax.Regex(f"{pattern}\\")).matcher((255,))  # a pair is a text
+    matcher.append(re.sub(r"\\\\", r"\\", f"{pattern}\\").encode())
+    assert matcher.is_complete
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
