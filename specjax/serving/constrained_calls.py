@@ -31,6 +31,17 @@ from specjax.serving.scheduler import Request
 GiveUp = Callable[[int, Exception], None]
 """Ends the text of a row, or of a request's row, with an error that concerns it alone."""
 
+STALL_SECONDS = 0.04, 0.005
+"""The seconds for the masks of a call after which steps draft nothing for a while.
+
+They are those of a whole call, or those of each row if that is more. All rows wait for the masks. A
+step without drafts has one mask for each row. Texts do not depend on drafts, so a grammar with slow
+masks makes others slower for a moment only, and ends none of them.
+"""
+
+PAUSES = (8, 64)
+"""The steps without drafts after a call with slow masks, and the most if that happens again."""
+
 
 @dataclass
 class GrammarCounts:
@@ -70,6 +81,7 @@ class ConstrainedCalls:
         # The rates of leaving over all texts of a grammar.
         self._pooled: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._leaving: WeakKeyDictionary[Request, Leaving] = WeakKeyDictionary()
+        self._pause = self._pause_left = 0  # steps without drafts: in all, and to come
         # The legal tokens of a free call that a row is put back before. The row must stay in masked
         # steps until they and the token after them are emitted: a free call would leave again.
         self._replays: WeakKeyDictionary[Request, list[int]] = WeakKeyDictionary()
@@ -77,7 +89,10 @@ class ConstrainedCalls:
     def known_tokens(
         self, matchers: Mapping[Request, Matcher], give_up: Callable[[Request, Exception], None]
     ) -> dict[Request, Sequence[int]]:
-        """Return the tokens that the host can draft for each request, at most `FORCED` of them."""
+        """Return the tokens that the host can draft for each request, at most `FORCED` of them.
+
+        There are none after a call whose masks were slow.
+        """
         host_tokens: dict[Request, Sequence[int]] = {}
         for request, matcher in matchers.items():
             try:
@@ -86,7 +101,8 @@ class ConstrainedCalls:
                     pooled = self._pooled.setdefault(matcher.compiled, pooled_leaving())
                     self._leaving[request] = Leaving(pooled)
                 replay = self._replays.get(request)
-                host_tokens[request] = matcher.forced(FORCED) if replay is None else replay[:FORCED]
+                tokens = matcher.forced(FORCED) if replay is None else replay[:FORCED]
+                host_tokens[request] = [] if self._pause_left else tokens
             except Exception as error:  # only this text ends
                 give_up(request, error)
         return host_tokens
@@ -111,6 +127,8 @@ class ConstrainedCalls:
             most: the largest number of steps of a free call.
             copies: whether masked steps copy predictions.
         """
+        if self._pause_left:
+            return Call("host")
         may_be_free = draft is not None and self.kinds != "masked"
         may_be_free = may_be_free and not any(map(self._replays.__contains__, host_tokens))
         if may_be_free and self.kinds == "free":
@@ -124,6 +142,18 @@ class ConstrainedCalls:
             most=most,
             copies=copies,
         )
+
+    def _record_masks(self, seconds: float, rows: int, has_draft: bool) -> None:
+        """Record the host's seconds for the masks of a call. Pause drafts if they took long."""
+        self.counts.mask_seconds += seconds
+        of_call, of_row = STALL_SECONDS
+        if seconds > max(of_call, of_row * rows):
+            self._pause = min(max(PAUSES[0], 2 * self._pause), PAUSES[1])
+            self._pause_left = self._pause
+        elif has_draft:
+            self._pause = 0
+        else:
+            self._pause_left = max(0, self._pause_left - 1)
 
     # --- masked steps -----------------------------------------------------------------------------
 
@@ -167,7 +197,8 @@ class ConstrainedCalls:
         started = time.perf_counter()
         vocab_size = self._device.target.config.vocab_size
         legal, illegal = legal_tokens(matchers, on_host, vocab_size, give_up)
-        self.counts.mask_seconds += time.perf_counter() - started
+        has_draft = index is not None or any(tokens)
+        self._record_masks(time.perf_counter() - started, len(snapshot), has_draft)
         self.counts.illegal_nodes += illegal
         if index is not None and index == self._device.masked:
             self._judge_drafts(on_host, legal, matchers, snapshot)
@@ -212,7 +243,8 @@ class ConstrainedCalls:
         if call.kind != "host":
             emitted = int(sum(counts[row] for row in snapshot))
             self._choice.record_tokens(call.kind, len(snapshot), emitted)
-        if seconds is not None:
+        # The time of a call with slow masks says nothing about the usual ones.
+        if seconds is not None and not self._pause:
             longest = max(map(len, host_tokens.values()), default=0)
             self._choice.record(call, width, longest, seconds)
 
@@ -252,7 +284,7 @@ class ConstrainedCalls:
             self._leaving[request].checked(legal, bool(has_left[row]))
             if has_left[row]:
                 self._replays[request] = tokens[:legal]
-        self.counts.mask_seconds += time.perf_counter() - started
+        self._record_masks(time.perf_counter() - started, len(snapshot), has_draft=True)
         if has_left.any():
             self._device.restore_rows(before, has_left)
             self.counts.restored_rows += int(has_left.sum())

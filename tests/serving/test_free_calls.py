@@ -1,5 +1,6 @@
 """Texts with a grammar in calls without masks: those of a slow oracle, whatever calls are made."""
 
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
@@ -12,6 +13,8 @@ from specjax.drafters import DraftModel
 from specjax.drafts.shapes import Chain
 from specjax.sampling import make_key
 from specjax.serving import Engine
+from specjax.serving.choice import DraftChoice
+from specjax.serving.constrained_calls import ConstrainedCalls
 from tests.conftest import HYBRID, compilations, tiny_target
 from tests.decoding.test_constrained import DRAFTERS, END, GRAMMARS, VOCABULARY, compiler, models
 from tests.grammars.oracle import Oracle
@@ -228,3 +231,82 @@ def test_embedded_drafters_emit_the_text_of_decoding_without_a_drafter(drafter: 
         )
         expected_texts.append(result.tokens[0, len(prompt) : result.lengths[0]].tolist())
     assert texts == [expected_texts] * 3
+
+
+@pytest.mark.full
+def test_texts_do_not_depend_on_pauses_of_drafts(monkeypatch) -> None:
+    """Check masked steps, free calls and replays among steps without drafts, at random."""
+    rng, pauses = np.random.default_rng(3), []
+
+    def pause_at_random(self: ConstrainedCalls, seconds: float, *_: Any, **__: Any) -> None:
+        pauses.append(int(rng.integers(0, 3)))
+        self._pause_left = pauses[-1]
+
+    monkeypatch.setattr(ConstrainedCalls, "_record_masks", pause_at_random)
+    for kinds in ("masked", "free"):
+        pauses.clear()
+        with engine("chain") as served:
+            served._loop._constrained.kinds = kinds
+            handles = [
+                served.submit(
+                    prompt,
+                    max_new_tokens=NEW,
+                    seed=seed,
+                    eos_token_ids=(END,),
+                    grammar=grammar,
+                    **setting,
+                )
+                for prompt, grammar, seed, setting in cases()[:8]
+            ]
+            results = [list(handle.result(timeout=300).tokens) for handle in handles]
+        assert min(pauses) == 0 < max(pauses)
+        assert results == [expected(target_of("plain"), *case) for case in cases()[:8]]
+
+
+def test_steps_after_slow_masks_draft_nothing_for_a_while() -> None:
+    """Check when drafts pause and go on, by the seconds of calls and whether they had drafts."""
+
+    class Row:
+        """Stands for a request, and for a matcher that forces three tokens."""
+
+        compiled: Any
+
+        def begin_step(self) -> None: ...
+
+        def forced(self, most: int) -> list[int]:
+            return [1, 2, 3][:most]
+
+    free = DraftChoice([None, Chain(3)], {(8, 0): 0.010, (8, 1): 0.012})
+    device: Any = SimpleNamespace(plain=0, masked=1, sizes=SimpleNamespace(steps=8))
+    calls = ConstrainedCalls(device, free)
+    row = Row()
+    row.compiled = Row()
+    matchers: Any = {row: row}
+
+    def kind(seconds: float, rows: int = 8) -> str:
+        """Make a call whose masks take so long, and return its kind."""
+        host_tokens = calls.known_tokens(matchers, pytest.fail)
+        call = calls.choose(host_tokens, rows, (8, 8), 1, 8)
+        (tokens,) = host_tokens.values()
+        has_draft = call.kind != "host" or bool(tokens)
+        calls._record_masks(seconds, rows, has_draft)
+        return call.kind if has_draft else "nothing"
+
+    assert {kind(0.01) for _ in range(20)} <= {"drafted", "free", "host"}
+    assert kind(0.041) != "nothing"
+    quick = [kind(0.01) for _ in range(9)]
+    assert quick[:8] == ["nothing"] * 8 and quick[8] != "nothing"
+    # A pause is longer if the first call after it is slow again, up to a bound.
+    lengths = []
+    for _ in range(5):
+        kind(0.041)
+        lengths.append(calls._pause_left)
+        while calls._pause_left:
+            assert kind(0.01) == "nothing"
+    assert lengths == [8, 16, 32, 64, 64]
+    # The pause begins again while a step without drafts is slow. Many rows may take longer.
+    kind(0.041)
+    kind(0.041)
+    assert calls._pause_left == 64
+    calls._pause = calls._pause_left = 0
+    assert kind(0.041, rows=16) != "nothing" and not calls._pause_left
