@@ -1,13 +1,14 @@
 """The position of one text in its grammar, and the masks of tokens that are legal there."""
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from specjax.errors import GrammarLimitError
+from specjax.errors import GrammarLimitError, InputError
 from specjax.grammars.check_process import first_line
 
 STEP_SECONDS = 0.04
@@ -15,6 +16,11 @@ STEP_SECONDS = 0.04
 
 TOKEN_SECONDS, EXTRA_SECONDS = 0.01, 0.5
 """The CPU time that a text's masks may take in all: for each token, and once."""
+
+_LIMIT = re.compile(
+    "items; max is|Too many items|too many states|too many expressions|fuel exhausted"
+)
+"""What llguidance's errors say where a limit of `ROW_LIMITS` is exceeded."""
 
 _ALL = np.uint32(0xFFFFFFFF)
 
@@ -118,6 +124,24 @@ class Matcher:
             self._tokens += 1
         self.seconds += time.thread_time() - started
 
+    def read(self, tokens: Sequence[int]) -> None:
+        """Advance over tokens that may not be the engine's own. Each must be in its mask.
+
+        `append` takes every tokenization of forced text.
+
+        Raises:
+            RuntimeError: a token is not legal.
+            GrammarLimitError: the grammar has become too complex, or the text takes more than
+                `EXTRA_SECONDS` of CPU time.
+        """
+        for token in map(int, tokens):
+            is_forced = token not in self._stop_ids and self._matcher.compute_ff_bytes()
+            if is_forced and not self._allows(token):
+                raise RuntimeError(f"token {token} is not legal")
+            self.append([token])
+            if self.seconds > EXTRA_SECONDS:
+                raise GrammarLimitError(f"{self.seconds:.2g} s for {self._tokens} tokens")
+
     def mask(self) -> np.ndarray:
         """Return ``[ceil(V / 32)]`` uint32, the bits of the legal tokens, lowest bit first.
 
@@ -144,9 +168,20 @@ class Matcher:
                 bits[word] |= stop_bits
 
     def _check(self) -> None:
-        """Raise GrammarLimitError if llguidance has met a limit, or the time is over."""
+        """Raise GrammarLimitError if llguidance has met a limit, or the time is over.
+
+        Raises:
+            GrammarLimitError: as above.
+            InputError: llguidance has failed in another way.
+        """
         if self._matcher.is_error():
-            raise GrammarLimitError(first_line(self._matcher.get_error()))
+            reason = first_line(self._matcher.get_error())
+            if _LIMIT.search(reason):
+                raise GrammarLimitError(reason)
+            raise InputError(
+                f"grammar: the text cannot go on, as its grammar fails here ({reason}); change the"
+                " grammar"
+            )
         if self.seconds > self._deadline:
             raise GrammarLimitError(f"{self.seconds:.2g} s for {self._tokens} tokens")
 
@@ -219,7 +254,7 @@ class Matcher:
         """Return how many ``tokens`` could follow, up to the first that is not in its mask.
 
         Only a legal stop token may be the last; nothing is legal after it. The position does not
-        change.
+        change. If the check takes half of `STEP_SECONDS`, the tokens after it do not count.
 
         Raises:
             GrammarLimitError: the grammar has become too complex.
@@ -232,6 +267,8 @@ class Matcher:
             if token in self._stop_ids:
                 legal += self.is_complete
                 break
+            if time.thread_time() - started > STEP_SECONDS / 2:
+                break  # a shorter call has the same text, and one that exceeds a limit has none
             # Where bytes are forced, llguidance takes every tokenisation, but its mask holds the
             # canonical one alone. Elsewhere it takes the tokens of its mask.
             if (self._validates or self._matcher.compute_ff_bytes()) and not self._allows(token):

@@ -594,7 +594,7 @@ class Clients:
         ]
         reason = (
             str(error)
-            if isinstance(error, LogitsError | GrammarError)
+            if isinstance(error, LogitsError | InputError)
             else "an error of the server; see its log"
         )
         self._events.append((row, RowDropped(reason)))

@@ -517,15 +517,15 @@ class Engine:
         grammar: Grammar,
         compiled: CompiledGrammar | None,
         settings: Mapping[str, Any],
-        output: Sequence[int] = (),
+        output: Sequence[int] | None = None,
     ) -> Matcher:
-        """Return the matcher of a request that has some output already.
+        """Return the matcher of a request.
 
         Args:
             grammar: the request's grammar.
             compiled: the compiled grammar; None: it is looked up, or compiled here.
             settings: the settings of the request's row.
-            output: the tokens after the prompt.
+            output: the tokens after the prompt that a client has already; None: there is no client.
 
         Raises:
             InputError: This engine has no grammars, or the grammar cannot be compiled, or the
@@ -540,14 +540,16 @@ class Engine:
                 " give what compile_grammar returns for that"
             )
         matcher = compiled.matcher(stop_ids)
+        if output is None:
+            return matcher
         try:
-            matcher.append(output)
+            matcher.read(output)
         except RuntimeError as error:
             raise InputError(
                 f"tokens: the {len(output)} tokens after the prompt do not satisfy the grammar:"
                 f" {error}"
             ) from None
-        if output and (matcher.is_over or matcher.is_stuck):
+        if matcher.is_over or matcher.is_stuck:
             raise InputError(
                 f"tokens: no token can follow the {len(output)} tokens after the prompt, because of"
                 " the grammar or of a stop token"

@@ -495,7 +495,7 @@ class Sessions:
             except InputError as error:
                 refusal = "invalid", str(error)
         if refusal is not None:
-            self._send(connection, wire.RefusedMessage(code=refusal[0], message=refusal[1][:1000]))
+            self._send(connection, _refused(*refusal))
             return
         self._compiling[key] = connection
 
@@ -503,8 +503,7 @@ class Sessions:
             newest = self._compiling.pop(key)
             if isinstance(compiled, InputError):
                 code = "full" if isinstance(compiled, QueueFullError) else "invalid"
-                refused = wire.RefusedMessage(code=code, message=str(compiled)[:1000])
-                self._send(newest, refused)
+                self._send(newest, _refused(code, str(compiled)))
             elif not newest.is_lost:
                 self._open(newest, message, compiled)
 
@@ -539,7 +538,7 @@ class Sessions:
         ]
         before = same[0] if same else None
         if before is None and (refusal := self._refusal(message)) is not None:
-            self._send(connection, wire.RefusedMessage(code=refusal[0], message=refusal[1][:1000]))
+            self._send(connection, _refused(*refusal))
             return
         if before is not None and before.connection is connection:  # the message was repeated
             self._send(connection, self._opened(before))
@@ -575,7 +574,7 @@ class Sessions:
             self._read(session, message.known)
         except InputError as error:
             code = "full" if isinstance(error, QueueFullError) else "invalid"
-            self._send(connection, wire.RefusedMessage(code=code, message=str(error)[:1000]))
+            self._send(connection, _refused(code, str(error)))
             return
         if to_end is not None:  # only now, because a text that is refused must not end another one
             self.statistics.dropped += 1
@@ -827,7 +826,7 @@ class Sessions:
             connection = session.connection
             self._end(session)
             if connection is not None:
-                self._refuse(connection, session, "full", str(error)[:1000])
+                self._refuse(connection, session, "full", str(error))
         except (FrameError, InputError) as error:
             self._end(session)
             raise error if isinstance(error, FrameError) else FrameError(4400, str(error)) from None
@@ -841,7 +840,7 @@ class Sessions:
         )
 
     def _refuse(self, connection: Connection, session: _Session, code: str, message: str) -> None:
-        self._send(connection, wire.RefusedMessage(code=code, message=message, session=session.id))
+        self._send(connection, _refused(code, message, session.id))
 
     # --- events of the engine ---------------------------------------------------------------------
 
@@ -959,6 +958,12 @@ class Sessions:
         self.statistics.away = sum(
             session.connection is None for session in self._sessions.values()
         )
+
+
+def _refused(code: str, message: str, session: bytes = b"") -> wire.RefusedMessage:
+    """Return a Refused that can be encoded: an error may quote what a client has sent."""
+    text = message.encode(errors="replace").decode()[:1000]
+    return wire.RefusedMessage(code=code, message=text, session=session)
 
 
 def _pieces(event: clients.RowFeatures) -> list[clients.RowFeatures]:

@@ -19,7 +19,7 @@ from specjax.client.journal import Journal
 from specjax.errors import InputError
 from specjax.grammars import Grammar
 from specjax.sampling import make_key
-from specjax.serving import ClientDrafts, DraftVerified, Engine, RowDropped, RowReady
+from specjax.serving import ClientDrafts, DraftVerified, Engine, RowDropped, RowReady, sessions
 from specjax.serving.sessions import Sessions, Terms
 from tests.client.simulation import Faults, SlowDevice, reference, run
 from tests.client.test_faults import CAPACITY, SHAPES, drawn_request
@@ -144,6 +144,18 @@ def test_a_text_that_no_token_ends_ends_with_its_grammar(served) -> None:
         served.open_row([*PROMPT, *text], prompt_length=8, listener=events.put, **options)
     with pytest.raises(InputError, match="2 tokens after the prompt do not satisfy the grammar"):
         served.open_row([*PROMPT, 7, 7], prompt_length=8, listener=events.put, **options)
+    nothing = options | {"grammar": specjax.Regex("")}
+    with pytest.raises(InputError, match="no token can follow the 0 tokens"):
+        served.open_row(PROMPT, listener=events.put, **nothing)
+    # "abc" is forced after "ab", and its letters alone are not the engine's tokens.
+    letters = [compiler()._tokenizer.tokenize_str(letter)[0] for letter in "abc"]
+    with pytest.raises(InputError, match="3 tokens after the prompt do not satisfy the grammar"):
+        served.open_row(
+            [*PROMPT, *letters],
+            prompt_length=8,
+            listener=events.put,
+            **options | {"grammar": specjax.Choice(["abcab"])},
+        )
 
 
 @pytest.mark.full
@@ -317,6 +329,13 @@ def test_a_session_waits_for_its_grammar_and_is_opened_once() -> None:
     session.sent_tokens = 4  # they were lost on the way
     client.connection.receive(wire.encode(resume))
     assert [read_with for _, read_with in rows.opened] == [compiled] * 3
+
+
+def test_a_refusal_that_quotes_half_a_character_can_be_sent() -> None:
+    refused = sessions._refused("invalid", "it has \ud800" + "x" * 2000)
+    answer = wire.decode_down(wire.encode(refused))
+    assert isinstance(answer, wire.RefusedMessage)
+    assert answer.message.startswith("it has ?xx") and len(answer.message) == 1000
 
 
 def test_waiting_grammars_count_as_sessions_do() -> None:

@@ -8,8 +8,11 @@ from llguidance import LLMatcher
 
 import specjax
 from specjax import text
-from specjax.grammars import GrammarCompiler, Matcher, matcher
+from specjax.errors import GrammarLimitError, InputError
+from specjax.grammars import GrammarCompiler, Matcher, check_process, matcher
+from specjax.grammars import compiler as compiler_module
 from specjax.models import hub
+from tests.grammars.test_hostile import AMBIGUOUS
 from tests.grammars.tokenizers_for_tests import small_tokenizer
 
 VOCABULARY, END = 20, 19
@@ -176,6 +179,70 @@ def test_a_token_that_is_not_legal_is_an_error(compiler) -> None:
         matcher.append([0])
 
 
+def test_errors_that_are_no_limits_do_not_name_one(compiler) -> None:
+    text = compiler.compile(specjax.Regex("ab")).matcher((END,))
+    text._matcher.consume_token(300)
+    with pytest.raises(InputError, match=r"its grammar fails here .*token id 300 out of range"):
+        text.mask()
+    text = compiler.compile(specjax.Regex("ab")).matcher((END,))
+    text._matcher.consume_token(300)
+    with pytest.raises(InputError) as failed:
+        text.append([0])
+    assert not isinstance(failed.value, GrammarLimitError)
+
+
+STATES = specjax.Regex("(a|b)*a(a|b){12}c")
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "grammar"),
+    [
+        ("max_items_in_row", 40, AMBIGUOUS),
+        ("step_max_items", 60, AMBIGUOUS),
+        ("max_lexer_states", 30, STATES),
+        ("step_lexer_fuel", 100, STATES),
+    ],
+)
+def test_the_error_of_a_limit_names_it(monkeypatch, limit, value, grammar) -> None:
+    """Check the limits of llguidance one by one."""
+    largest = dict.fromkeys(check_process.ROW_LIMITS, 2**31 - 1) | {"verbose_errors": False}
+    monkeypatch.setattr(compiler_module, "ROW_LIMITS", largest | {limit: value})
+    compiler = GrammarCompiler(small_tokenizer(), VOCABULARY)
+    text = compiler.compile(grammar, is_bounded=True).matcher((END,))
+    letters = [compiler._tokenizer.tokenize_str(letter)[0] for letter in "ab"]
+    rng = np.random.default_rng(0)
+    with pytest.raises(GrammarLimitError, match="its masks take too long"):
+        for token in rng.choice(letters, 60):
+            text.mask()
+            text.append([token])
+
+
+def test_tokens_of_others_must_be_those_of_the_masks(compiler) -> None:
+    """Check that forced text in odd tokens is no text of the engine, which `append` takes."""
+    grammar = specjax.Choice(["abc"])
+    canonical = compiler.compile(grammar).matcher((END,)).forced(8)[:-1]
+    a, b, c = (compiler._tokenizer.tokenize_str(letter)[0] for letter in "abc")
+    assert canonical != [a, b, c]
+    text = compiler.compile(grammar).matcher((END,))
+    text.read(canonical)
+    assert text.is_complete
+    compiler.compile(grammar).matcher((END,)).append([a, b, c])
+    with pytest.raises(RuntimeError, match=f"token {a} is not legal"):
+        compiler.compile(grammar).matcher((END,)).read([a, b, c])
+    rng = np.random.default_rng(5)
+    for grammar in GRAMMARS:
+        compiler.compile(grammar).matcher((END,)).read(random_walk(compiler, grammar, rng))
+
+
+def test_reading_the_tokens_of_others_takes_bounded_time(compiler, monkeypatch) -> None:
+    text = compiler.compile(specjax.Regex("a*")).matcher((END,))
+    (a,) = compiler._tokenizer.tokenize_str("a")
+    clock = itertools.count(0.0, matcher.EXTRA_SECONDS / 10)
+    monkeypatch.setattr(matcher.time, "thread_time", lambda: next(clock))
+    with pytest.raises(GrammarLimitError, match="for 10 tokens"):
+        text.read([a] * 30)
+
+
 def test_bytes_without_a_token_stop_a_text(compiler) -> None:
     """Check a tokenizer without brackets: no token is legal, where llguidance names wrong ones."""
     assert compiler._lacks_bytes
@@ -279,10 +346,10 @@ def test_forced_bytes_count_as_legal_in_their_canonical_tokens_alone(grammar) ->
 def test_a_matchers_time_counts_once_and_as_a_whole(compiler, monkeypatch) -> None:
     """Check what the time of a check of tokens and of a mask that is validated holds."""
     ticks = itertools.count()
-    read: list[int] = []
+    read: list[float] = []
 
-    def thread_time() -> int:
-        read.append(next(ticks))
+    def thread_time() -> float:
+        read.append(next(ticks) / 2**20)
         return read[-1]
 
     text = compiler.compile(specjax.Choice(["abc"])).matcher((END,))
@@ -291,7 +358,7 @@ def test_a_matchers_time_counts_once_and_as_a_whole(compiler, monkeypatch) -> No
     monkeypatch.setattr(matcher.time, "thread_time", thread_time)
     assert text.count_legal(forced) == len(forced)
     assert len(read) > 2  # masks were made
-    assert text.seconds - before == read[-1] - read[0]
+    assert text.seconds - before == pytest.approx(read[-1] - read[0])
     # Where the tokenizer lacks bytes, the check of the mask's tokens is most of its time.
     takes = Matcher._takes
 
@@ -303,4 +370,15 @@ def test_a_matchers_time_counts_once_and_as_a_whole(compiler, monkeypatch) -> No
     text = compiler.compile(specjax.Regex("[a-e]")).matcher((END,))
     text._validates = True
     legal = np.unpackbits(text.mask().view(np.uint8)).sum()
-    assert text.seconds == 1 + legal > 2
+    assert text.seconds * 2**20 == 1 + legal > 2
+
+
+def test_a_check_that_takes_long_ends_early_and_ends_no_text(compiler, monkeypatch) -> None:
+    text = compiler.compile(specjax.Regex("[ab]*")).matcher((END,))
+    tokens = random_walk(compiler, specjax.Regex("[ab]*"), np.random.default_rng(0), 12)
+    assert text.count_legal(tokens) == len(tokens) == 12
+    clock = itertools.count(0.0, matcher.STEP_SECONDS / 10)
+    monkeypatch.setattr(matcher.time, "thread_time", lambda: next(clock))
+    text.begin_step()
+    assert 0 < text.count_legal(tokens) < 5
+    assert flags(text.mask())[tokens[0]]  # the position is what it was
