@@ -10,6 +10,7 @@ gives the same answer to a message that it receives twice:
   opened again with all committed tokens.
 """
 
+import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -26,7 +27,7 @@ from specjax.grammars import After, Grammar, StructuralTag
 from specjax.sampling import SAMPLING_NAMES
 from specjax.sampling_params import SamplingParams
 from specjax.wire.arrays import Precision
-from specjax.wire.messages import NO_PARENT
+from specjax.wire.messages import MOST_GRAMMAR, NO_PARENT
 
 Phase = Literal["away", "opening", "ready", "waiting", "over"]
 """The phase of a text.
@@ -95,6 +96,13 @@ def check_params(params: SamplingParams) -> None:
             f"grammar={params.grammar!r}: the client protocol does not support free text with tags"
             " or triggers; leave it out"
         )
+    if params.grammar is not None and len(source := _unescaped(params.grammar.source)) > (
+        MOST_GRAMMAR
+    ):
+        raise InputError(
+            f"grammar={params.grammar!r}: it has {len(source)} characters, and the client protocol"
+            f" allows {MOST_GRAMMAR}; give a shorter one"
+        )
     for field in fields(params):
         value = getattr(params, field.name)
         if field.name not in _WIRE_NAMES.values() and value != field.default:
@@ -109,7 +117,14 @@ def _on_the_wire(params: SamplingParams) -> dict[str, Any]:
     grammar = values.pop("grammar")
     values |= {"eos": None if params.eos_token_ids is None else list(params.eos_token_ids)}
     # A server that does not know grammars refuses the field, so that it is left out without one.
-    return values if grammar is None else values | {"grammar": grammar.source}
+    return values if grammar is None else values | {"grammar": _unescaped(grammar.source)}
+
+
+def _unescaped(source: str) -> str:
+    """Return JSON text with its characters as they are: an escape takes six in place of each."""
+    text = json.dumps(json.loads(source), ensure_ascii=False)
+    # Half of a pair of surrogates is only an escape.
+    return source if any("\ud800" <= character <= "\udfff" for character in text) else text
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -18,8 +19,10 @@ from specjax.client.exchange import Exchange, ExchangeRequest, check_params
 from specjax.client.journal import Journal
 from specjax.errors import InputError
 from specjax.grammars import Grammar
+from specjax.grammars import matcher as matcher_module
 from specjax.sampling import make_key
 from specjax.serving import ClientDrafts, DraftVerified, Engine, RowDropped, RowReady, sessions
+from specjax.serving.http.drafts import Drafts
 from specjax.serving.sessions import Sessions, Terms
 from tests.client.simulation import Faults, SlowDevice, reference, run
 from tests.client.test_faults import CAPACITY, SHAPES, drawn_request
@@ -27,6 +30,7 @@ from tests.conftest import compilations, tiny_target
 from tests.decoding.test_constrained import END, GRAMMARS, VOCABULARY, compiler
 from tests.grammars.oracle import Oracle
 from tests.grammars.tokenizers_for_tests import small_tokenizer
+from tests.serving.http.made_up import MadeUpEngine
 
 NODES, DEPTH, NEW, PATIENCE = 8, 4, 16, 120
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -174,6 +178,18 @@ def test_a_text_that_cannot_go_on_is_dropped_with_the_reason(served) -> None:
         row.verify(np.array([row.tokens[-1]]), np.array([-1]))
         event = next_event(events)
     assert "cannot go on: the next token must be a stop token" in event.reason
+
+
+@pytest.mark.full
+def test_a_row_whose_grammar_meets_a_limit_is_dropped_with_its_name(served, monkeypatch) -> None:
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    options = {"grammar": specjax.Regex("a+"), "max_new_tokens": 9, "eos_token_ids": (END,)}
+    row = served.open_row(PROMPT, listener=events.put, **options)
+    assert isinstance(next_event(events), RowReady)
+    monkeypatch.setattr(matcher_module, "STEP_SECONDS", -1.0)
+    row.verify(np.array([row.tokens[-1]]), np.array([-1]))
+    event = next_event(events)
+    assert isinstance(event, RowDropped) and "its masks take too long" in event.reason
 
 
 # --- over the wire --------------------------------------------------------------------------------
@@ -329,6 +345,28 @@ def test_a_session_waits_for_its_grammar_and_is_opened_once() -> None:
     session.sent_tokens = 4  # they were lost on the way
     client.connection.receive(wire.encode(resume))
     assert [read_with for _, read_with in rows.opened] == [compiled] * 3
+
+
+def test_a_grammar_takes_no_more_characters_on_the_wire_than_its_author_wrote() -> None:
+    """Check a text that the server's own limit of 256,000 characters allows, and a longer one."""
+    for letters in ("ä" * 250_000, "\U0001f642" * 200_000, "\ud800", 'a"\\d\n'):
+        grammar = specjax.Regex(letters)
+        params = SamplingParams(grammar=grammar)
+        check_params(params)
+        frame = Exchange(ExchangeRequest((5, 6), params)).hello()
+        assert len(frame) < wire.MOST_UP
+        message = wire.decode_up(frame)
+        assert isinstance(message, wire.OpenMessage) and isinstance(message.grammar, str)
+        assert Grammar.of_source(message.grammar).source == grammar.source
+    engine_of_server: Any = MadeUpEngine()
+    engine_of_server.client_drafts = SimpleNamespace(
+        tells=lambda target: {}, nodes=4, depth=2, drafter=None
+    )
+    engine_of_server.target.fingerprint = lambda: ""
+    engine_of_server.has_grammars = True
+    assert Drafts(engine_of_server).max_frame_bytes >= 4 * 250_000
+    with pytest.raises(InputError, match="the client protocol allows 262144; give a shorter"):
+        check_params(SamplingParams(grammar=specjax.Choice(["a" * 300_000])))
 
 
 def test_a_refusal_that_quotes_half_a_character_can_be_sent() -> None:

@@ -73,7 +73,7 @@ class Drafts:
             compile_grammar=compile_grammar if has_grammars else None,
         )
         self.max_frame_bytes = min(
-            MOST_UP, 4 * engine.capacity + 4096 + MOST_GRAMMAR * has_grammars
+            MOST_UP, 4 * engine.capacity + 4096 + 4 * MOST_GRAMMAR * has_grammars
         )
         self._loop: asyncio.AbstractEventLoop | None = None
 
