@@ -23,7 +23,7 @@ import numpy as np
 from specjax import wire
 from specjax.client.trees import Tree
 from specjax.errors import InputError
-from specjax.grammars import After, Grammar, StructuralTag
+from specjax.grammars import Grammar
 from specjax.sampling import SAMPLING_NAMES
 from specjax.sampling_params import SamplingParams
 from specjax.wire.arrays import Precision
@@ -91,10 +91,12 @@ def check_params(params: SamplingParams) -> None:
         Traceback (most recent call last):
         specjax.errors.InputError: min_new_tokens=3: the client protocol does not support it; ...
     """
-    if isinstance(params.grammar, After | StructuralTag):
+    if params.grammar is not None and len(source := _unescaped(params.grammar.source)) > (
+        MOST_GRAMMAR
+    ):
         raise InputError(
-            f"grammar={params.grammar!r}: the client protocol does not support free text with tags"
-            " or triggers; leave it out"
+            f"grammar={params.grammar!r}: it has {len(source)} characters, and the client protocol"
+            f" allows {MOST_GRAMMAR}; give a shorter one"
         )
     if params.grammar is not None and len(source := _unescaped(params.grammar.source)) > (
         MOST_GRAMMAR

@@ -10,6 +10,7 @@ from typing import Any
 from specjax.errors import InputError
 from specjax.grammars.notation import quoted, regex_terminal
 from specjax.grammars.schema import translated_schema
+from specjax.grammars.structure import checked_node, structure_source
 
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """The whitespace that JSON may have between its parts. Small models repeat unbounded whitespace."""
@@ -53,7 +54,7 @@ class Grammar:
         Only what the subclasses make is accepted, so that no option of llguidance comes with it.
 
         Raises:
-            InputError: the source is not that of a `JsonSchema` or of a Lark grammar.
+            InputError: none of the subclasses makes such a source.
 
         Examples:
             >>> import specjax
@@ -64,7 +65,10 @@ class Grammar:
             Lark('{"grammars": [{"lark_grammar": "start: /a|b/"}]}')
         """
         try:
-            (part,) = json.loads(source)["grammars"]
+            parsed = json.loads(source)
+            if list(parsed) == ["structure"]:
+                return _Structured(parsed["structure"])
+            (part,) = parsed["grammars"]
             ((kind, content),) = part.items()
             if kind == "lark_grammar":
                 return Lark(content)
@@ -94,6 +98,19 @@ def check_grammar(grammar: Any) -> None:
         raise InputError(
             f"grammar={grammar!r}: give specjax.JsonSchema(...), Regex, Choice, Lark or JsonObject"
         )
+
+
+class _Structured(Grammar):
+    """Free text with tags, as a client states it: the source of an `After` or `StructuralTag`."""
+
+    def __init__(self, node: Any) -> None:
+        """Make the grammar."""
+
+        def checked_part(part: Any) -> Any:
+            grammar = Grammar.of_source(json.dumps({"grammars": [part]}))
+            return json.loads(grammar.source)["grammars"][0]
+
+        self._write(structure_source(checked_node(node, checked_part)))
 
 
 class JsonSchema(Grammar):

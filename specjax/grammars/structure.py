@@ -18,7 +18,8 @@ Nodes:
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,6 +28,9 @@ from specjax.errors import InputError
 from specjax.grammars.notation import quoted
 
 Node = Mapping[str, Any]
+
+CheckedGrammar = Callable[[Any], Mapping[str, Any]]
+"""A function that returns a grammar in llguidance's form, or raises an InputError."""
 
 _HEADER = '%llguidance {"allow_invalid_utf8": true}\n'
 """Free text is bytes: a token may begin or end within a character."""
@@ -137,6 +141,75 @@ def node_of_source(source: str) -> Node:
     """Return a node for the `Grammar.source` of another grammar."""
     parsed = json.loads(source)
     return parsed.get("structure") or {"grammar": parsed["grammars"][0]}
+
+
+def checked_node(value: Any, checked_grammar: CheckedGrammar) -> Node:
+    """Return a node that comes from a client, if this module's writers could have made it.
+
+    Args:
+        value: the node.
+        checked_grammar: returns a grammar within a node, in llguidance's form, as it may be used.
+
+    Raises:
+        InputError: it is not a node, or ``checked_grammar`` raises it.
+
+    Examples:
+        >>> from specjax.grammars.structure import checked_node
+        >>> checked_node({"all": [{"text": "a"}, {"regex": "/[0-9]/"}]}, checked_grammar=dict)
+        {'all': [{'text': 'a'}, {'regex': '/[0-9]/'}]}
+        >>> checked_node({"regex": '/a/ "b" /c/'}, checked_grammar=dict)
+        Traceback (most recent call last):
+        specjax.errors.InputError: regex='/a/ "b" /c/': not one regular expression between slashes
+    """
+    match value:
+        case {"all": list(parts)} | {"any": list(parts)} if len(value) == 1:
+            (kind,) = value
+            return {kind: [checked_node(part, checked_grammar) for part in parts]}
+        case {"repeat": part, "min": int(least), "max": int() | None as most} if len(value) == 3:
+            if least < 0 or (most is not None and most < max(least, 1)):
+                raise InputError(f"min={least}, max={most}: they must be 0 <= min <= max")
+            return {"repeat": checked_node(part, checked_grammar), "min": least, "max": most}
+        case {"free": dict(text)} if len(value) == 1:
+            return {"free": _checked_free(text, checked_grammar)}
+        case {"grammar": grammar} if len(value) == 1:
+            return {"grammar": checked_grammar(grammar)}
+        case {"regex": str(terminal)} if len(value) == 1:
+            _check_terminal(terminal)
+            return {"regex": terminal}
+        case {"text": str()} | {"token": int() | str()} if len(value) == 1:
+            return value
+    raise InputError(f"{reprlib.repr(value)}: not a node of a structural tag")
+
+
+def _check_terminal(terminal: str) -> None:
+    """Raise InputError if something would follow the end of a regular expression."""
+    if terminal != '""' and not re.fullmatch(r"/(\\[^\n]|[^\\/\n])+/", terminal):
+        raise InputError(
+            f"regex={reprlib.repr(terminal)}: not one regular expression between slashes"
+        )
+
+
+def _checked_free(text: Mapping[str, Any], checked_grammar: CheckedGrammar) -> Node:
+    """Return the fields of `_Free`, if a value has these alone."""
+    flags = {name: text.get(name, False) for name in ("is_required", "tags_first", "is_once")}
+    excludes, tags = text.get("excludes", []), []
+    if not set(text) <= {*flags, "excludes", "tags"} or not (
+        all(isinstance(flag, bool) for flag in flags.values())
+        and isinstance(excludes, list)
+        and all(isinstance(exclude, str) and exclude for exclude in excludes)
+        and isinstance(text.get("tags", []), list)
+    ):
+        raise InputError(f"free={reprlib.repr(text)}: not free text")
+    for tag in text.get("tags", []):
+        match tag:
+            case {"trigger": str(trigger), "begin": str(begin), "content": content} if (
+                len(tag) == 3 and trigger and begin.startswith(trigger)
+            ):
+                content = checked_node(content, checked_grammar)
+                tags.append({"trigger": trigger, "begin": begin, "content": content})
+            case _:
+                raise InputError(f"tags: {reprlib.repr(tag)}: not a tag of free text")
+    return {"tags": tags, "excludes": excludes, **flags}
 
 
 def grammar_parts(source: str) -> list[Mapping[str, Any]]:

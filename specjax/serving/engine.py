@@ -567,7 +567,8 @@ class Engine:
                 f"tokens: the {len(output)} tokens after the prompt do not satisfy the grammar:"
                 f" {error}"
             ) from None
-        if matcher.is_over or matcher.is_stuck:
+        # At the beginning of a text llguidance may learn by the first mask that it is over.
+        if matcher.is_over or not matcher.mask().any():
             raise InputError(
                 f"tokens: no token can follow the {len(output)} tokens after the prompt, because of"
                 " the grammar or of a stop token"

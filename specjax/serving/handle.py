@@ -69,8 +69,8 @@ class Piece:
 class TokenLogprobs:
     """The log-probability of a token, and the top alternatives at its position.
 
-    The distribution is the target's, before temperature, top-k, top-p, min-p and
-    ``min_new_tokens``.
+    The distribution is the target's own: before penalties, biases, banned words, temperature,
+    top-k, top-p, min-p, ``min_new_tokens`` and the grammar.
 
     Attributes:
         token: the token's id.

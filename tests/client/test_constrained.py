@@ -197,7 +197,8 @@ def test_a_row_whose_grammar_meets_a_limit_is_dropped_with_its_name(served, monk
 
 def constrained(seed: int) -> ExchangeRequest:
     request = drawn_request(seed)
-    grammar = list(GRAMMARS.values())[seed % len(GRAMMARS)]
+    grammars = [*GRAMMARS.values(), specjax.After("a", specjax.Choice(["bcabc", "def"]))]
+    grammar = grammars[seed % len(grammars)]
     ends = () if seed % 3 == 0 and grammar != GRAMMARS["anything"] else (END,)
     return replace(request, params=replace(request.params, grammar=grammar, eos_token_ids=ends))
 

@@ -1,6 +1,7 @@
 """Check where a grammar begins: after a trigger, and in the tags of structural tags."""
 
 import json
+import random
 import re
 from functools import cache
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 
 import specjax
 from specjax.errors import InputError
-from specjax.grammars import GrammarCompiler
+from specjax.grammars import Grammar, GrammarCompiler
 from specjax.grammars.checker import GrammarChecker, grammar_text, nesting
-from specjax.grammars.structure import AddedTokens
+from specjax.grammars.structure import AddedTokens, grammar_parts, tokenized_source
 from tests.conftest import tiny_target
 from tests.decoding.test_constrained import DRAFTERS
 from tests.grammars.oracle import Oracle
@@ -322,6 +323,85 @@ def test_structural_tags_have_the_meaning_of_their_form(name) -> None:
         assert accepts(grammar, text), text
     for text in outside:
         assert not accepts(grammar, text), text
+
+
+SOURCES = [
+    *(grammar.source for grammar in (AFTER, OPTIONAL, specjax.After("x", AFTER))),
+    *(specjax.StructuralTag(spec).source for spec, _, _ in CASES.values()),
+]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_grammar_with_tags_stays_what_it_is_when_a_client_states_it(source) -> None:
+    _, compiler, _ = embedded()
+    stated, own = Grammar.of_source(source), json.loads(source)
+    assert compiler.source(stated) == tokenized_source(source, compiler._added_tokens)
+    assert grammar_parts(stated.source) == grammar_parts(Grammar.of_source(stated.source).source)
+    assert json.loads(stated.source).keys() == own.keys() == {"structure"}
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"grammar": {"lark_grammar": "%llguidance {}\nstart: /a/"}},
+        {"grammar": {"lark_grammar": "start: /a/", "name": "g0"}},
+        {"grammar": {"json_schema": {"x-guidance": {"lenient": True}}}},
+        {"grammar": {"structure": {"text": "a"}}},
+        {"regex": '/a/ "b" /c/'},
+        {"regex": "/a/\nTEXT2: /b/"},
+        {"regex": "/a\\/"},
+        {"regex": "a"},
+        {"text": "a", "token": 3},
+        {"text": 3},
+        {"any": {"text": "a"}},
+        {"repeat": {"text": "a"}, "min": 2, "max": 1},
+        {"repeat": {"text": "a"}, "min": 0, "max": "1} x{2"},
+        {"free": {"tags": [{"trigger": "a", "begin": "b", "content": {"text": ""}}]}},
+        {"free": {"tags": [{"trigger": "", "begin": "b", "content": {"text": ""}}]}},
+        {"free": {"excludes": [3]}},
+        {"free": {"is_once": 1}},
+        {"free": {"rules": []}},
+        {},
+        None,
+    ],
+)
+def test_what_no_tag_makes_is_no_grammar(node) -> None:
+    """Check it alone and within another node, among them rules of llguidance's own."""
+    for source in (node, {"all": [{"any": [node]}]}):
+        with pytest.raises(InputError, match="it is not the source of a specjax grammar"):
+            Grammar.of_source(json.dumps({"structure": source}))
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """Return JSON with some part in the place of another one."""
+    parts: list[Any] = ["", "a", 0, 10**9, None, True, [], {}, "/a/", {"text": "</think>"}]
+
+    def visit(value: Any) -> Any:
+        parts.append(value)
+        if rng.random() < 0.04:
+            return rng.choice(parts)
+        if isinstance(value, dict):
+            names = {
+                name: rng.choice([*value, "max"]) if rng.random() < 0.02 else name for name in value
+            }
+            return {names[name]: visit(part) for name, part in value.items()}
+        return [visit(part) for part in value] if isinstance(value, list) else value
+
+    return visit(value)
+
+
+def test_whatever_a_client_states_is_a_grammar_or_is_refused() -> None:
+    rng, accepted = random.Random(0), 0
+    for _ in range(1500):
+        source = json.dumps(changed(json.loads(rng.choice(SOURCES)), rng))
+        try:
+            grammar = Grammar.of_source(source)
+            assert embedded()[1].source(grammar)
+            assert grammar_text(grammar)
+        except InputError:
+            continue
+        accepted += 1
+    assert 100 < accepted < 1400
 
 
 def test_constants_are_written_with_added_tokens() -> None:

@@ -80,8 +80,8 @@ class Limits:
         has_penalties: whether requests may have penalties, biases and banned words.
         template_names: the variables that the chat template reads; None: they are unknown.
         eos_token_ids: the model's end-of-sequence ids.
-        default_sampling: the temperature, top_k, top_p and min_p of requests that do not state
-            them: the model's own, or else OpenAI's temperature 1 without truncation.
+        default_sampling: the temperature, top_k, top_p, min_p and penalties of requests that do
+            not state them: the model's own, or else OpenAI's temperature 1 alone.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits
@@ -882,7 +882,7 @@ def _request(
 
 
 def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
-    """Return the temperature, top_k, top_p and min_p: the stated ones, and the defaults."""
+    """Return the fields of `Sampling`: the stated ones, and the defaults."""
     stated = {name: getattr(fields, name, None) for name in SAMPLING_NAMES}
     if stated["top_k"] == -1:
         stated["top_k"] = 0
