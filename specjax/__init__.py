@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
     from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, complete_tree
     from specjax.evaluation import conformance
-    from specjax.grammars import After, Choice, JsonObject, JsonSchema, Lark, Regex, StructuralTag
+    from specjax.grammars import (
+        After,
+        Choice,
+        JsonObject,
+        JsonSchema,
+        Lark,
+        Regex,
+        StructuralTag,
+        ThinkingBudget,
+    )
     from specjax.models.transformer import Target
     from specjax.pipeline import Generation, TextGenerator, load
     from specjax.sampling import Sampling
@@ -82,6 +91,7 @@ __all__ = [
     "StructuralTag",
     "Target",
     "TextGenerator",
+    "ThinkingBudget",
     "complete_tree",
     "conformance",
     "generate",
@@ -119,6 +129,7 @@ _HOMES = {
     "specjax.drafts.shapes": ("Chain", "DynamicTree", "SampledTree", "StaticTree", "complete_tree"),
     "specjax.grammars": (
         *("After", "Choice", "JsonObject", "JsonSchema", "Lark", "Regex", "StructuralTag"),
+        "ThinkingBudget",
     ),
     "specjax.models.transformer": ("Target",),
     "specjax.pipeline": ("Generation", "TextGenerator", "load"),

@@ -99,6 +99,29 @@ class GrammarError(InputError):
         )
 
 
+class ThinkingBudgetError(GrammarError):
+    """Texts whose thinking budget forces a token that their grammars do not allow.
+
+    Attributes:
+        rows: the indices of those rows in the batch.
+        result: as for `GrammarError`.
+
+    Examples:
+        >>> from specjax.errors import ThinkingBudgetError
+        >>> print(ThinkingBudgetError([1], token=8))
+        thinking_budget: row 1 cannot go on: token 8, which ends the thought, is not legal in ...
+    """
+
+    def __init__(self, rows: Sequence[int], token: int, result: Any = None) -> None:
+        super().__init__(rows, result)
+        where = ", ".join(f"row {row}" for row in self.rows)
+        self.args = (
+            f"thinking_budget: {where} cannot go on: token {token}, which ends the thought, is not"
+            " legal in the grammar; let the grammar begin after the thought (specjax.After), or"
+            " leave out one of the two",
+        )
+
+
 class GrammarLimitError(InputError):
     """A text whose grammar has become too complex, so that each mask takes long.
 

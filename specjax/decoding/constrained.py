@@ -25,7 +25,7 @@ from flax import struct
 
 from specjax import sharding
 from specjax.decoding.few_rows import by_rows
-from specjax.decoding.loop import advance, propose_step, rows_of_pass
+from specjax.decoding.loop import advance, decode, propose_step, rows_of_pass
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import StepInfo
 from specjax.drafters.base import Drafter, NoDraft
@@ -33,6 +33,7 @@ from specjax.drafters.wrapper import Wrapper
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
+from specjax.errors import InputError
 from specjax.grammars import Matcher
 from specjax.grammars.matcher import mask_words
 from specjax.models.transformer import Target
@@ -277,6 +278,12 @@ class ConstrainedRows:
     illegal_nodes: int = 0
     _emitted_per_row: float | None = field(default=None, repr=False)
 
+    def stuck_error(self, result: Any = None) -> InputError:
+        """Return the error for the rows of ``stuck``, at least one, with the batch's ``result``."""
+        first = self.matchers[self.stuck[0]]
+        assert first is not None
+        return first.stuck_error(self.stuck, result)
+
     @property
     def completed(self) -> np.ndarray:
         """``[B]`` bool, whether the row's text satisfies its grammar; True without a grammar."""
@@ -290,10 +297,14 @@ class ConstrainedRows:
         It must have been started for drafts of at least `FORCED` tokens.
         """
         done = sharding.to_host(state.done, target.mesh)
-        for _ in range(max_steps):
-            if done.all():
-                break
-            state = self._step(target, drafter, state, done)
+        while max_steps > 0 and not done.all():
+            # Steps in which no token can be illegal need no masks, and so no host between them.
+            free = min(max_steps, self._free_steps(drafter, done))
+            if free:
+                state = self._run_free(target, drafter, state, free)
+            else:
+                state = self._step(target, drafter, state, done)
+            max_steps -= max(1, free)
             before = done
             done, lengths, ends = sharding.to_host(
                 (state.done, state.lengths, state.max_lengths), target.mesh
@@ -302,6 +313,26 @@ class ConstrainedRows:
                 matcher = self.matchers[row]
                 if matcher is not None and matcher.is_stuck:
                     self.stuck.append(row)
+        return state
+
+    def _free_steps(self, drafter: Drafter, done: np.ndarray) -> int:
+        """Return the number of next steps in which every token is legal, in all rows."""
+        rows = zip(self.matchers, done.tolist(), strict=True)
+        running = [it for it, is_done in rows if it is not None and not is_done]
+        if not running:
+            return np.iinfo(np.int32).max
+        return min(it.free_tokens for it in running) // (drafter.draft_shape.depth + 1)
+
+    def _run_free(
+        self, target: Target, drafter: Drafter, state: DecodeState, steps: int
+    ) -> DecodeState:
+        """Run steps without masks."""
+        starts = sharding.to_host(state.lengths, target.mesh)
+        state = decode(target, drafter, state, steps)
+        tokens, lengths = sharding.to_host((state.tokens, state.lengths), target.mesh)
+        for row, matcher in enumerate(self.matchers):
+            if matcher is not None:
+                matcher.append(tokens[row, starts[row] : lengths[row]].tolist())
         return state
 
     def _step(

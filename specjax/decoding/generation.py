@@ -16,11 +16,17 @@ from specjax import sharding
 from specjax.arguments import is_whole
 from specjax.decoding.constrained import FORCED, ConstrainedRows
 from specjax.decoding.loop import decode
-from specjax.decoding.options import GenerationOptions, Grammars, bucket, check_prompts
+from specjax.decoding.options import (
+    GenerationOptions,
+    Grammars,
+    ThinkingBudgets,
+    bucket,
+    check_prompts,
+)
 from specjax.decoding.state import DecodeState, place_adjustments, prefill
 from specjax.decoding.stats import Stats
 from specjax.drafters.base import Drafter, NoDraft, check_is_pytree
-from specjax.errors import GrammarError, InputError, LogitsError
+from specjax.errors import InputError, LogitsError
 from specjax.models.transformer import Target
 from specjax.reprs import OneLine
 from specjax.sampling import Rule, Sampling
@@ -70,6 +76,7 @@ def generate(
     rule: Rule | None = None,
     grammar: Grammars = None,
     biases: TokenBiases | Sequence[TokenBiases | None] | None = None,
+    thinking_budget: ThinkingBudgets = None,
 ) -> Result:
     """Generate from the target, with exactly the distribution of the target alone.
 
@@ -100,6 +107,9 @@ def generate(
             grammar. With a grammar the default of ``rule`` is "coupled".
         biases: the `specjax.token_biases.TokenBiases` of all rows, or one for each row, with None
             for a row without any: biases of tokens, allowed tokens and banned words.
+        thinking_budget: the `specjax.ThinkingBudget` of all rows, or one for each row, with None
+            for a row without one: the largest number of tokens of each thought, after which its end
+            is forced. With a budget the default of ``rule`` is "coupled".
 
     Raises:
         InputError: An argument is invalid. The message names it, its value and the remedy.
@@ -123,7 +133,15 @@ def generate(
         specjax.errors.InputError: tokens: id 99 is outside the vocabulary of 16 tokens; ...
     """
     options = GenerationOptions(
-        max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar, biases
+        max_new_tokens,
+        sampling,
+        key,
+        eos_token_ids,
+        rule,
+        min_new_tokens,
+        grammar,
+        biases,
+        thinking_budget,
     )
     run = _Batch(target, drafter, tokens, lengths, options)
     run.decode(np.iinfo(np.int32).max)
@@ -144,6 +162,7 @@ def stream(
     rule: Rule | None = None,
     grammar: Grammars = None,
     biases: TokenBiases | Sequence[TokenBiases | None] | None = None,
+    thinking_budget: ThinkingBudgets = None,
     steps: int = 4,
 ) -> Iterator[Result]:
     """Generate as `generate` does, and yield the result so far after every ``steps`` steps.
@@ -164,7 +183,15 @@ def stream(
     if not is_whole(steps) or steps < 1:
         raise InputError(f"steps={steps!r}: it must be a whole number, at least 1")
     options = GenerationOptions(
-        max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens, grammar, biases
+        max_new_tokens,
+        sampling,
+        key,
+        eos_token_ids,
+        rule,
+        min_new_tokens,
+        grammar,
+        biases,
+        thinking_budget,
     )
     run = _Batch(target, drafter, tokens, lengths, options)
 
@@ -198,10 +225,13 @@ class _Batch:
         self._drafter, self._state = start(target, drafter, tokens, lengths, options)
         self._width = _width(tokens, options.max_new_tokens)
         matchers = None
-        if options.grammar is not None:
-            checked = options.check(target.config, self._state.lengths.shape[0])
-            matchers = options.matchers(checked, target.config.vocab_size)
+        if options.is_constrained:
+            rows, row_lengths = check_prompts(tokens, lengths, target.config.vocab_size)
+            prompts = [row[:length] for row, length in zip(rows, row_lengths, strict=True)]
+            checked = options.check(target.config, len(prompts))
+            matchers = options.matchers(checked, prompts, target.config.vocab_size)
         self._constrained = None if matchers is None else ConstrainedRows(matchers)
+        self._has_grammar = options.grammar is not None
 
     def decode(self, steps: int) -> None:
         """Run up to ``steps`` steps."""
@@ -220,12 +250,12 @@ class _Batch:
             GrammarError: ``is_last``, and a row could not satisfy its grammar.
         """
         result = _result(self._target, self._state, self._width)
-        if self._constrained is not None:
+        if self._constrained is not None and self._has_grammar:
             result = replace(result, grammar_completed=self._constrained.completed)
         if is_last:
             raise_if_failed(self._target, self._state, result)
             if self._constrained is not None and self._constrained.stuck:
-                raise GrammarError(self._constrained.stuck, result)
+                raise self._constrained.stuck_error(result)
         return result
 
 
@@ -274,7 +304,10 @@ def start(
     batch, width = tokens.shape
     width = width if capacity is None else min(width, capacity)
     checked, keys = options.check(config, batch), options.row_keys(batch)
-    options.grammars_of_rows(batch, config.vocab_size)  # refuse them before anything runs
+    # Refuse wrong grammars and budgets before anything runs.
+    options.grammars_of_rows(batch, config.vocab_size)
+    for budget in filter(None, options.budgets_of_rows(batch) or ()):
+        budget.check(config.vocab_size)
     drafter = NoDraft() if drafter is None else drafter
     check_is_pytree(drafter)
     drafter.draft_shape.check(config.vocab_size)
@@ -313,7 +346,7 @@ def start(
         replace(rows, **_ANY_SAMPLING),
         jnp.asarray((lengths + checked.min_new_tokens).astype(np.int32)),
         capacity=capacity,
-        depth=None if options.grammar is None else max(FORCED, drafter.draft_shape.depth),
+        depth=max(FORCED, drafter.draft_shape.depth) if options.is_constrained else None,
     )
     sampling_fields = {name: getattr(rows, name) for name in _ANY_SAMPLING}
     state = replace(state, sampling=replace(state.sampling, **sampling_fields))

@@ -14,13 +14,16 @@ from specjax.arguments import is_whole, one_or_each
 from specjax.decoding.verification import RULES
 from specjax.drafts.shapes import DraftShape, DynamicTree, StaticTree
 from specjax.errors import InputError
-from specjax.grammars import CompiledGrammar, Grammar, Matcher
+from specjax.grammars import CompiledGrammar, Grammar, Matcher, ThinkingBudget
 from specjax.models.config import ModelConfig
 from specjax.sampling import Rule, Sampling, check_rule
 from specjax.token_biases import TokenBiases
 
 Grammars = CompiledGrammar | Grammar | Sequence[CompiledGrammar | Grammar | None] | None
 """The grammar of all rows, or one for each row with None for a row without a grammar."""
+
+ThinkingBudgets = ThinkingBudget | Sequence[ThinkingBudget | None] | None
+"""The thinking budget of all rows, or one for each row with None for a row without one."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class GenerationOptions:
             `specjax.pipeline.TextGenerator` compiles grammars itself.
         biases: the `specjax.token_biases.TokenBiases` of all rows, or one for each row, with None
             for a row without any.
+        thinking_budget: the `specjax.ThinkingBudget` of all rows, or one for each row, with None
+            for a row without one. With a budget the default of ``rule`` is "coupled".
 
     Examples:
         >>> from specjax.decoding import GenerationOptions
@@ -66,6 +71,7 @@ class GenerationOptions:
     min_new_tokens: Any = 0
     grammar: Grammars = None
     biases: TokenBiases | Sequence[TokenBiases | None] | None = None
+    thinking_budget: ThinkingBudgets = None
 
     def __post_init__(self) -> None:
         """Raise InputError for values of the wrong type.
@@ -117,7 +123,7 @@ class GenerationOptions:
         Raises:
             InputError: The option ``rule`` cannot verify drafts of this shape.
         """
-        rule = self.rule or ("coupled" if self.grammar is not None else default_rule(draft))
+        rule = self.rule or ("coupled" if self.is_constrained else default_rule(draft))
         if not RULES[rule].takes_trees and draft.nodes > draft.depth + 1:
             raise InputError(
                 f"rule={self.rule!r}: verifies chains, but the draft is a {draft}; give"
@@ -125,11 +131,16 @@ class GenerationOptions:
             )
         return rule
 
+    @property
+    def is_constrained(self) -> bool:
+        """True if there is a grammar or a thinking budget."""
+        return self.grammar is not None or self.thinking_budget is not None
+
     def check_has_no_grammar(self, function: str) -> None:
-        """Refuse grammars, for a ``function`` that decodes free text.
+        """Refuse grammars and thinking budgets, for a ``function`` that decodes free text.
 
         Raises:
-            InputError: There is a grammar.
+            InputError: There is a grammar or a thinking budget.
 
         Examples:
             >>> from specjax.decoding import GenerationOptions
@@ -139,24 +150,65 @@ class GenerationOptions:
         """
         if self.grammar is not None:
             raise InputError(f"options: {function} decodes free text; leave out grammar")
+        if self.thinking_budget is not None:
+            raise InputError(f"options: {function} decodes free text; leave out thinking_budget")
 
-    def matchers(self, checked: "CheckedOptions", vocab_size: int) -> list[Matcher | None] | None:
-        """Return a new matcher for each row, None for a row without a grammar; None without any.
+    def matchers(
+        self, checked: "CheckedOptions", prompts: Sequence[Sequence[int]], vocab_size: int
+    ) -> list[Matcher | None] | None:
+        """Return a new matcher for each row, None for a row that is free; None if all are.
+
+        A row is constrained by a grammar, by a thinking budget, or by both.
 
         Args:
             checked: the checked options of the rows.
+            prompts: the token ids of each row's prompt.
             vocab_size: the number of tokens of the target.
 
         Raises:
-            InputError: The grammars do not fit the rows or the vocabulary.
+            InputError: The grammars or budgets do not fit the rows or the vocabulary.
         """
-        grammars = self.grammars_of_rows(len(checked.stop_token_ids), vocab_size)
-        if grammars is None:
+        batch = len(checked.stop_token_ids)
+        grammars = self.grammars_of_rows(batch, vocab_size) or [None] * batch
+        budgets = self.budgets_of_rows(batch) or [None] * batch
+        if not self.is_constrained:
             return None
-        return [
-            None if grammar is None else grammar.matcher(tuple(i for i in row if i >= 0))
-            for grammar, row in zip(grammars, checked.stop_token_ids.tolist(), strict=True)
-        ]
+        matchers: list[Matcher | None] = []
+        for row, ids in enumerate(checked.stop_token_ids.tolist()):
+            grammar, budget, stops = grammars[row], budgets[row], tuple(i for i in ids if i >= 0)
+            matcher = None if grammar is None else grammar.matcher(stops)
+            if budget is not None:
+                matcher = budget.matcher(prompts[row], vocab_size, stops, matcher)
+            matchers.append(matcher)
+        return matchers
+
+    def budgets_of_rows(self, batch: int) -> list[ThinkingBudget | None] | None:
+        """Return the thinking budget of each of ``batch`` rows; None if there are none.
+
+        Raises:
+            InputError: The budgets do not fit the rows, or are something else.
+
+        Examples:
+            >>> from specjax.decoding import GenerationOptions
+            >>> GenerationOptions(thinking_budget=[None, None]).budgets_of_rows(batch=2)
+            [None, None]
+        """
+        if self.thinking_budget is None:
+            return None
+        stated = self.thinking_budget
+        budgets = list(stated) if isinstance(stated, list | tuple) else [stated] * batch
+        if len(budgets) != batch:
+            raise InputError(
+                f"thinking_budget: {len(budgets)} budgets; give one, or one for each of the"
+                f" {batch} rows"
+            )
+        for budget in budgets:
+            if budget is not None and not isinstance(budget, ThinkingBudget):
+                raise InputError(
+                    f"thinking_budget={budget!r}: give specjax.ThinkingBudget(tokens, thought), or"
+                    " one for each row"
+                )
+        return budgets  # pyright: ignore[reportReturnType]
 
     def grammars_of_rows(self, batch: int, vocab_size: int) -> list[CompiledGrammar | None] | None:
         """Return the grammar of each of ``batch`` rows; None if there are no grammars.

@@ -21,9 +21,11 @@ from specjax.grammars.compiler import CompiledGrammar, GrammarCompiler
 from specjax.grammars.grammar import Choice, Grammar, JsonObject, JsonSchema, Lark, Regex
 from specjax.grammars.matcher import Matcher
 from specjax.grammars.tags import After, StructuralTag
+from specjax.grammars.thoughts import BudgetMatcher, ThinkingBudget, ThoughtTokens
 
 __all__ = [
     "After",
+    "BudgetMatcher",
     "CheckerBusyError",
     "Choice",
     "CompiledGrammar",
@@ -37,4 +39,6 @@ __all__ = [
     "Matcher",
     "Regex",
     "StructuralTag",
+    "ThinkingBudget",
+    "ThoughtTokens",
 ]

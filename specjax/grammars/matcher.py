@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.errors import GrammarLimitError
+from specjax.errors import GrammarError, GrammarLimitError
 from specjax.grammars.check_process import first_line
 
 STEP_SECONDS = 0.04
@@ -99,6 +99,25 @@ class Matcher:
         The grammar needs a stop token as text, or bytes for which the tokenizer has no token.
         """
         return not (self.is_over or self.is_complete or self.mask().any())
+
+    def stuck_error(self, rows: Sequence[int], result: Any = None) -> GrammarError:
+        """Return the error for texts in ``rows`` that are stuck, with the batch's ``result``."""
+        return GrammarError(rows, result)
+
+    @property
+    def has_grammar(self) -> bool:
+        """True if the text has a grammar. A `specjax.grammars.BudgetMatcher` may have none."""
+        return True
+
+    @property
+    def free_tokens(self) -> int:
+        """The number of next tokens that are certainly legal whatever they are."""
+        return 0
+
+    @property
+    def leaving_rate(self) -> float | None:
+        """The chance that a token is not legal if it is drawn freely; None: it must be measured."""
+        return None
 
     def append(self, tokens: Sequence[int]) -> None:
         """Advance over committed tokens.

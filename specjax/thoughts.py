@@ -1,0 +1,203 @@
+"""The tokens that begin and end a model's thoughts, as its tokenizer states them.
+
+They are those of the tokenizer's ``response_template``, if that has a field of thoughts with fixed
+texts around it. Otherwise the chat template shows them: it writes an answer with a thought, and
+what stands between the answer's beginning, the thought and the answer are the two texts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from specjax.errors import InputError
+from specjax.grammars import ThinkingBudget, ThoughtTokens
+from specjax.templates import settings_of
+from specjax.text import encode_continuation
+
+FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""The names under which templates read and write a thought."""
+
+_QUESTION, _THOUGHT, _ANSWER, _EARLIER = "Question0", "Thought0", "Answer0", "Earlier0"
+"""The contents of the messages that a template is tried with."""
+
+
+def thought_tokens(tokenizer: Any, texts: Sequence[str] | None = None) -> ThoughtTokens:
+    """Return the tokens that begin and end a thought.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        texts: the two texts that begin and end a thought; None: the tokenizer states them.
+
+    Raises:
+        InputError: the tokenizer does not state them, or a text has no tokens.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax.thoughts import thought_tokens
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> thought = thought_tokens(tokenizer, ("<think>", "</think>"))
+        >>> tokenizer.decode(thought.begin_ids), tokenizer.decode(thought.end_ids)
+        ('<think>', '</think>')
+        >>> thought_tokens(tokenizer)
+        Traceback (most recent call last):
+        specjax.errors.InputError: thinking_budget: the tokenizer does not state what begins and ...
+    """
+    stated = stated_texts(tokenizer) if texts is None else (texts[0], texts[1])
+    if stated is None:
+        raise InputError(
+            "thinking_budget: the tokenizer does not state what begins and ends a thought, neither"
+            " in a response_template nor in its chat template; give thought_tokens=(BEGIN, END)"
+            " (--thought-tokens BEGIN END)"
+        )
+    begin, end = (encode_continuation(tokenizer, it) for it in stated)
+    if not (begin and end):
+        raise InputError(
+            f"thought_tokens={stated!r}: a text has no tokens; give two texts that have some"
+        )
+    return ThoughtTokens(tuple(begin), tuple(end), _answer_ids(tokenizer, stated[0]))
+
+
+def encoded(budget: Any, tokenizer: Any) -> Any:
+    """Return a thinking budget, or one for each row, with token ids for its thoughts.
+
+    None stands for no budget.
+
+    Raises:
+        InputError: the tokens of thoughts are needed and cannot be found.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax.thoughts import encoded
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> budget = encoded(specjax.ThinkingBudget(100, ("<think>", "</think>")), tokenizer)
+        >>> len(budget.thought.begin_ids) > 0
+        True
+    """
+    if isinstance(budget, list | tuple):
+        return [encoded(row, tokenizer) for row in budget]
+    if not isinstance(budget, ThinkingBudget) or isinstance(budget.thought, ThoughtTokens):
+        return budget
+    return budget.with_thought(thought_tokens(tokenizer, budget.thought))
+
+
+def stated_texts(tokenizer: Any) -> tuple[str, str] | None:
+    """Return the texts that begin and end a thought, without white space around them.
+
+    None: the tokenizer does not state them.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax.thoughts import stated_texts
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> tokenizer.chat_template = (
+        ...     "{% for it in messages %}{{ it.role }}: {% if it.reasoning_content %}<t>"
+        ...     "{{ it.reasoning_content }}</t>{% endif %}{{ it.content }} {% endfor %}"
+        ...     "{% if add_generation_prompt %}assistant: {% endif %}"
+        ... )
+        >>> stated_texts(tokenizer)
+        ('<t>', '</t>')
+    """
+    return _of_response_template(tokenizer) or _of_chat_template(tokenizer)
+
+
+def _of_response_template(tokenizer: Any) -> tuple[str, str] | None:
+    """Return the texts of the field of thoughts; None if there is none, or it has patterns."""
+    template = getattr(tokenizer, "response_template", None)
+    fields = template.get("fields") if isinstance(template, Mapping) else None
+    for name in FIELDS:
+        field = fields.get(name) if isinstance(fields, Mapping) else None
+        if not isinstance(field, Mapping):
+            continue
+        # Of several texts, the first is the usual one.
+        texts = [
+            value[0] if isinstance(value, list) and value else value
+            for value in (field.get("open"), field.get("close"))
+        ]
+        if all(isinstance(it, str) and it.strip() for it in texts):
+            return texts[0].strip(), texts[1].strip()
+    return None
+
+
+def _of_chat_template(tokenizer: Any) -> tuple[str, str] | None:
+    """Return the texts around the thought in an answer that the chat template writes."""
+    question = {"role": "user", "content": _QUESTION}
+    answer = {"role": "assistant", "content": _ANSWER}
+    thinking = {**answer, **dict.fromkeys(FIELDS, _THOUGHT)}
+    for written in _written(tokenizer, [question, thinking]):
+        before = _between(written, _QUESTION, _THOUGHT)
+        after = _between(written, _THOUGHT, _ANSWER)
+        if before is None or after is None or not after.strip():
+            continue
+        # What begins an answer without a thought: in a prompt, in an earlier turn, in the last one.
+        earlier = [question, {"role": "assistant", "content": _EARLIER}, question]
+        begun = [
+            *_between_each(_written(tokenizer, [question], prompts=(True,)), _QUESTION, None),
+            *_between_each(_written(tokenizer, earlier), _QUESTION, _EARLIER),
+            *_between_each(_written(tokenizer, [question, answer]), _QUESTION, _ANSWER),
+        ]
+        rests = (before[_common(before, it) :].strip() for it in begun)
+        begin = next(filter(None, rests), None)
+        if begin is not None:
+            return begin, _end(tokenizer, after)
+    return None
+
+
+def _end(tokenizer: Any, after: str) -> str:
+    """Return the text that ends a thought, of all that stands between a thought and an answer.
+
+    It is the added token that comes first, such as ``</think>``, or else the first line.
+    """
+    text = after.strip()
+    backend = getattr(tokenizer, "get_added_vocab", None)
+    added = sorted(backend() if backend else (), key=len, reverse=True)
+    special = next((token for token in added if token.strip() and text.startswith(token)), None)
+    return special or text.splitlines()[0].strip()
+
+
+def _answer_ids(tokenizer: Any, begin: str) -> tuple[int, ...]:
+    """Return the tokens that begin an answer in a prompt, up to the text that begins a thought."""
+    prompt = {"role": "user", "content": _QUESTION}
+    for written in _written(tokenizer, [prompt], prompts=(True,)):
+        opening = _between(written, _QUESTION, None)
+        opening = (opening or "").partition(begin)[0].strip()
+        return tuple(encode_continuation(tokenizer, opening)) if opening else ()
+    return ()
+
+
+def _written(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], prompts: Sequence[bool] = (True, False)
+) -> Iterator[str]:
+    """Yield a chat in the tokenizer's template, with the beginning of an answer and without.
+
+    Nothing is yielded where the template refuses it, or there is none.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return
+    for is_prompt in prompts:
+        try:
+            yield tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=is_prompt,
+                tokenize=False,
+                **settings_of(tokenizer),
+            )
+        except Exception:  # noqa: S112 - a template may raise anything for a chat it does not take
+            continue
+
+
+def _between(text: str, first: str, second: str | None) -> str | None:
+    """Return what stands between two marks; None: one is missing. None as second is the end."""
+    _, mark, rest = text.rpartition(first) if second is None else text.partition(first)
+    if not mark or (second is not None and second not in rest):
+        return None
+    return rest if second is None else rest.partition(second)[0]
+
+
+def _between_each(texts: Iterator[str], first: str, second: str | None) -> Iterator[str]:
+    """Yield what stands between two marks in each text that has both."""
+    return (it for text in texts if (it := _between(text, first, second)) is not None)
+
+
+def _common(first: str, second: str) -> int:
+    """Return the length of the longest common beginning of two texts."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
