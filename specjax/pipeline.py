@@ -16,14 +16,15 @@ from jax.sharding import Mesh
 
 from specjax import decoding, text
 from specjax.arguments import LARGEST
-from specjax.decoding.options import GenerationOptions, Grammars
+from specjax.decoding.options import GenerationOptions, Grammars, ThinkingBudgets
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
-from specjax.grammars import CompiledGrammar, GrammarCompiler
+from specjax.grammars import CompiledGrammar, GrammarCompiler, ThinkingBudget
+from specjax.grammars.thoughts import check_texts
 from specjax.models import config_json, hub
 from specjax.models import generation_config as generation_configs
 from specjax.models.checkpoint_files import CheckpointFiles
@@ -38,6 +39,7 @@ from specjax.sampling_params import check_sizes
 from specjax.sharding import spans_processes
 from specjax.templates import Messages, Settings, with_template
 from specjax.text import GrowingText
+from specjax.thoughts import encoded as encoded_budget
 from specjax.token_biases import TokenBiases
 
 LOOK_EVERY = 4
@@ -331,6 +333,7 @@ class TextGenerator(OneLine):
             options,
             grammar=self.compile_grammar(options.grammar),
             biases=_encoded(options.biases, self.tokenizer),
+            thinking_budget=encoded_budget(options.thinking_budget, self.tokenizer),
         )
         results = decoding.stream(
             self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or LARGEST
@@ -448,6 +451,8 @@ def settings(
     logit_bias: Any = None,
     allowed_token_ids: Any = None,
     bad_words: Any = None,
+    thinking_budget: Any = None,
+    thought_tokens: Sequence[str] | None = None,
     **sampling: Any,
 ) -> GenerationOptions:
     """Return the options of a generation from plain numbers.
@@ -470,6 +475,11 @@ def settings(
         logit_bias: numbers that are added to the logits of tokens, by token id, for all rows.
         allowed_token_ids: the only tokens that all rows may generate; None: any.
         bad_words: words that no row may generate, each a string or its token ids.
+        thinking_budget: the largest number of tokens of each thought of a text, after which its end
+            is forced; one number, or one per row, with None for a row without a budget. Then the
+            default of ``rule`` is "coupled".
+        thought_tokens: the two texts that begin and end a thought, such as ``("<think>",
+            "</think>")``; None: the tokenizer states them, see `specjax.thoughts`.
         sampling: the fields of `specjax.Sampling` by name, each one number or one per row:
             ``temperature`` (0, the default, is greedy), ``top_k`` (0 is no limit), ``top_p`` in (0,
             1], ``min_p`` in [0, 1], ``presence_penalty`` and ``frequency_penalty`` (0 is none),
@@ -496,7 +506,23 @@ def settings(
         rule=rule,
         grammar=grammar,
         biases=TokenBiases.of(logit_bias, allowed_token_ids, bad_words),
+        thinking_budget=_budgets(thinking_budget, thought_tokens),
     )
+
+
+def _budgets(budget: Any, thought_tokens: Sequence[str] | None) -> ThinkingBudgets:
+    """Return the thinking budget of all rows, or a list with that of each row.
+
+    Raises:
+        InputError: a budget cannot be used, or there are tokens of thoughts without one.
+    """
+    if thought_tokens is not None:
+        thought_tokens = check_texts(thought_tokens)
+    if isinstance(budget, list | tuple):
+        return [_budgets(row, thought_tokens) for row in budget]  # pyright: ignore[reportReturnType]
+    if budget is None or isinstance(budget, ThinkingBudget):
+        return budget
+    return ThinkingBudget(budget, thought_tokens)  # pyright: ignore[reportArgumentType]
 
 
 def _encoded(biases: Any, tokenizer: Any) -> Any:

@@ -10,6 +10,7 @@ from specjax.decoding.options import GenerationOptions, check_ids
 from specjax.errors import InputError, check_options
 from specjax.grammars import Grammar
 from specjax.grammars.grammar import check_grammar
+from specjax.grammars.thoughts import check_budget
 from specjax.sampling import GREEDY, PENALTIES, SAMPLING_NAMES, Sampling, check_seed, make_key
 from specjax.token_biases import TokenBiases
 
@@ -43,6 +44,8 @@ class SamplingParams(Sampling):
             sorted pairs.
         allowed_token_ids: the only tokens that may be generated; None: any.
         bad_words: words that must not be generated, each a string or its token ids.
+        thinking_budget: the largest number of tokens of each thought, after which its end is
+            forced; None: no limit.
 
     Raises:
         InputError: a parameter has a wrong type or is out of range. The message has its name, its
@@ -66,6 +69,7 @@ class SamplingParams(Sampling):
     logit_bias: Any = ()
     allowed_token_ids: Any = None
     bad_words: Any = ()
+    thinking_budget: int | None = None
 
     def __post_init__(self) -> None:
         """Check every parameter, and store plain Python numbers.
@@ -84,6 +88,9 @@ class SamplingParams(Sampling):
         object.__setattr__(self, "seed", int(self.seed))
         if self.grammar is not None:
             check_grammar(self.grammar)
+        if self.thinking_budget is not None:
+            check_budget(self.thinking_budget)
+            object.__setattr__(self, "thinking_budget", int(self.thinking_budget))
         if self.eos_token_ids is not None:
             object.__setattr__(self, "eos_token_ids", tuple(check_ids(self.eos_token_ids)))
         biases = self.biases
@@ -154,7 +161,10 @@ class SamplingParams(Sampling):
         return next((name for name in names if getattr(self, name) != neutral[name]), "")
 
     def options(self) -> GenerationOptions:
-        """Return the options of a batch with one row."""
+        """Return the options of a batch with one row, without its thinking budget.
+
+        The budget is a number here; the tokens of thoughts are the engine's.
+        """
         return GenerationOptions(
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,

@@ -180,7 +180,7 @@ def _written(
                 tokenize=False,
                 **settings_of(tokenizer),
             )
-        except Exception:  # noqa: S112 - a template may raise anything for a chat it does not take
+        except Exception:  # a template may raise anything for a chat that it does not take
             continue
 
 

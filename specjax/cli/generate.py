@@ -90,6 +90,10 @@ class GenerateConfig:
         choice: the text is one of these.
         grammar_after: text or added token, such as </think>, after which the grammar of the three
             options before begins; what comes before it is free.
+        thinking_budget: largest number of tokens of each thought; then its end is written. 0 ends a
+            thought at once.
+        thought_tokens: texts that begin and end a thought, such as "<think>" "</think>"; the
+            default is what the tokenizer's response template or chat template has.
         json: print one JSON object with token ids, text and statistics at the end.
         dtype: data type of the params, float32, bfloat16 or float16; the default is float32 on CPUs
             and bfloat16 elsewhere.
@@ -132,6 +136,8 @@ class GenerateConfig:
     regex: str = ""
     choice: tuple[str, ...] = ()
     grammar_after: str = ""
+    thinking_budget: int | None = None
+    thought_tokens: tuple[str, str] | None = None
     json: bool = False
     dtype: str = ""
     weights: str = schemes.AS_STORED
@@ -243,6 +249,8 @@ def read_options(
         rule=config.rule,
         grammar=read_grammar(config.json_schema, config.regex, config.choice, config.grammar_after),
         bad_words=config.bad_words,
+        thinking_budget=config.thinking_budget,
+        thought_tokens=config.thought_tokens,
         **vars((default_sampling or GREEDY).with_explicit(**_stated(config))),
     )
     options.sampling.rows(1)
@@ -280,11 +288,13 @@ def _settle_drafter(
     tokens, lengths = text.pad(ids)
     if isinstance(options.biases, TokenBiases):
         options = replace(options, biases=options.biases.encoded(generator.tokenizer))
-    if options.grammar is not None:
+    if options.is_constrained:
         # The measurements do not run masked steps. The rule is the one of constrained texts.
-        options = replace(options, grammar=None, rule=options.rule or "coupled")
+        left_out = "grammar" if options.grammar is not None else "thinking budget"
+        rule = options.rule or "coupled"
+        options = replace(options, grammar=None, thinking_budget=None, rule=rule)
         if config.draft == "auto" or config.only_if_faster or config.show_tree:
-            print("measurements and pictures are of text without the grammar", file=sys.stderr)
+            print(f"measurements and pictures are of text without the {left_out}", file=sys.stderr)
     if config.draft == "auto":
         drafter, best = fastest_drafter(target, drafter, tokens, lengths, options=options)
         budget = f", budget {drafter.budget}" if isinstance(drafter, CompressedCache) else ""

@@ -96,6 +96,9 @@ class ServeConfig:
         grammar_depth: maximum depth of nested brackets in a grammar.
         grammar_megabytes: memory that compiling a grammar may take, in MB of 10**6 bytes.
         grammar_seconds: CPU time that compiling a grammar may take.
+        thought_tokens: texts that begin and end a thought, such as "<think>" "</think>", for
+            requests with a thinking budget; the default is what the tokenizer's response template
+            or chat template has. Thinking budgets need grammars.
         penalties: "on" lets requests have penalties, biases, allowed tokens and banned words;
             "auto" does so wherever it is supported, and "off" saves the memory: eight bytes for
             each row and token of the vocabulary.
@@ -153,6 +156,7 @@ class ServeConfig:
     grammar_depth: int = GrammarLimits.depth
     grammar_megabytes: float = GrammarLimits.megabytes
     grammar_seconds: float = GrammarLimits.seconds
+    thought_tokens: tuple[str, str] | None = None
     per_request_spec_decode_metrics: bool = False
     drain_seconds: float = 30.0
     reader_seconds: float = 60.0
@@ -309,6 +313,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         "grammars": may_constrain,
         "penalties": may_adjust,
         "clients": ClientDrafts(drafter) if takes_drafts else None,
+        "thought_tokens": config.thought_tokens,
         "client_rows": config.client_rows or None,
         "warm": config.warm,
     }

@@ -350,14 +350,7 @@ class ThinkingBudget:
         object.__setattr__(self, "tokens", int(self.tokens))
         if self.thought is None or isinstance(self.thought, ThoughtTokens):
             return
-        pair = self.thought
-        is_pair = isinstance(pair, Sequence) and not isinstance(pair, str | bytes)
-        if not is_pair or len(pair) != 2 or not all(isinstance(it, str) and it for it in pair):
-            raise InputError(
-                f"thought_tokens={pair!r}: give the two texts that begin and end a thought, such as"
-                ' ("<think>", "</think>")'
-            )
-        object.__setattr__(self, "thought", tuple(pair))
+        object.__setattr__(self, "thought", check_texts(self.thought))
 
     def with_thought(self, thought: ThoughtTokens) -> "ThinkingBudget":
         """Return the same budget with these tokens of thoughts."""
@@ -376,6 +369,26 @@ class ThinkingBudget:
             )
         self.thought.check(vocab_size)
         return self.thought
+
+    def check_can_end(self, bias: np.ndarray, words: Sequence[Sequence[int]]) -> None:
+        """Refuse biases that ban a token of the end, which could then not be forced.
+
+        Args:
+            bias: ``[V]`` what is added to the logits; -inf bans a token.
+            words: banned words of several tokens.
+
+        Raises:
+            InputError: a token of the end is banned, or is the last one of a banned word.
+        """
+        assert isinstance(self.thought, ThoughtTokens)
+        last = {word[-1] for word in words}
+        for token in self.thought.end_ids:
+            if np.isneginf(bias[token]) or token in last:
+                raise InputError(
+                    f"thinking_budget={self.tokens}: token {token}, which ends a thought, may be"
+                    " banned by logit_bias, allowed_token_ids or bad_words; allow it, or leave out"
+                    " the budget"
+                )
 
     def matcher(
         self,
@@ -407,6 +420,26 @@ def check_budget(tokens: Any) -> None:
         raise InputError(
             f"thinking_budget={tokens!r}: must be a whole number, at least 0, or None for no budget"
         )
+
+
+def check_texts(texts: Any) -> tuple[str, str]:
+    """Return the two texts that begin and end a thought.
+
+    Raises:
+        InputError: the value is something else.
+
+    Examples:
+        >>> from specjax.grammars.thoughts import check_texts
+        >>> check_texts(["<think>", "</think>"])
+        ('<think>', '</think>')
+    """
+    is_list = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
+    if not is_list or len(texts) != 2 or not all(isinstance(it, str) and it for it in texts):
+        raise InputError(
+            f"thought_tokens={texts!r}: give the two texts that begin and end a thought, such as"
+            ' ("<think>", "</think>")'
+        )
+    return texts[0], texts[1]
 
 
 def _borders(sequence: Sequence[int]) -> tuple[int, ...]:

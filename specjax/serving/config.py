@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
-from specjax.grammars import GrammarCompiler
+from specjax.grammars import GrammarCompiler, ThoughtTokens
+from specjax.grammars.thoughts import check_texts
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling
@@ -25,6 +27,7 @@ from specjax.serving import over_hosts
 from specjax.serving.choice import Copies
 from specjax.serving.device import MAX_STOP_TOKENS, ClientDrafts, EngineDevice, Sizes
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
+from specjax.thoughts import thought_tokens as thought_tokens_of
 
 USUAL_TEXT = 1024
 """The tokens per row that the KV cache has pages for, unless the number of pages is stated."""
@@ -50,6 +53,7 @@ class EngineConfig:
         default_sampling: the sampling of requests that state none; None: greedy.
         grammars: the compiler of requests' grammars; None: no request may have one.
         penalties: whether requests may have penalties, biases and banned words.
+        thought_texts: the two texts that begin and end a thought; None: the tokenizer states them.
     """
 
     target: Target
@@ -62,6 +66,7 @@ class EngineConfig:
     default_sampling: Sampling | None
     grammars: GrammarCompiler | None = None
     penalties: bool = False
+    thought_texts: tuple[str, str] | None = None
 
     @classmethod
     def of(
@@ -83,6 +88,7 @@ class EngineConfig:
         clients: ClientDrafts | None,
         grammars: bool = False,
         penalties: bool | None = None,
+        thought_tokens: Sequence[str] | None = None,
     ) -> "EngineConfig":
         """Check the arguments of `Engine`, and build its configuration.
 
@@ -135,7 +141,23 @@ class EngineConfig:
             default_sampling,
             _grammar_compiler(target, tokenizer, generator) if grammars else None,
             penalties,
+            _thought_texts(thought_tokens, tokenizer, target, has_grammars=grammars),
         )
+
+    @cached_property
+    def thought(self) -> ThoughtTokens:
+        """The tokens that begin and end a thought.
+
+        Raises:
+            InputError: The engine has no masked steps, or the tokenizer does not state them.
+        """
+        if self.grammars is None:
+            raise InputError(
+                "thinking_budget: this engine does not support it; give Engine(grammars=True)"
+            )
+        thought = thought_tokens_of(self.tokenizer, self.thought_texts)
+        thought.check(self.target.config.vocab_size)
+        return thought
 
     def together(self) -> processes.Processes | None:
         """Return the processes whose devices hold the target; None: only this process does.
@@ -235,6 +257,26 @@ def _grammar_compiler(
     if generator is not None:
         return generator.grammar_compiler
     return GrammarCompiler(tokenizer, target.config.vocab_size)
+
+
+def _thought_texts(
+    stated: Sequence[str] | None, tokenizer: Any, target: Target, *, has_grammars: bool
+) -> tuple[str, str] | None:
+    """Return the stated texts that begin and end a thought, checked; None if none are stated.
+
+    Raises:
+        InputError: They are not two texts with tokens, or the engine could not use them.
+    """
+    if stated is None:
+        return None
+    begin, end = check_texts(stated)
+    if not has_grammars:
+        raise InputError(
+            f"thought_tokens={stated!r}: they are for thinking budgets, which need"
+            " Engine(grammars=True)"
+        )
+    thought_tokens_of(tokenizer, (begin, end)).check(target.config.vocab_size)
+    return begin, end
 
 
 def _penalties(target: Target, defaults: Sampling | None, stated: bool | None) -> bool:

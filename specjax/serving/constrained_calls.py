@@ -72,6 +72,8 @@ class ConstrainedCalls:
         # The legal tokens of a free call that a row is put back before. The row must stay in masked
         # steps until they and the token after them are emitted: a free call would leave again.
         self._replays: WeakKeyDictionary[Request, list[int]] = WeakKeyDictionary()
+        # The rates that need no measurement, because a thinking budget tells when a row leaves.
+        self._certain_rates: WeakKeyDictionary[Request, float | None] = WeakKeyDictionary()
 
     def known_tokens(
         self, matchers: Mapping[Request, Matcher], give_up: Callable[[Request, Exception], None]
@@ -84,11 +86,17 @@ class ConstrainedCalls:
                 if request not in self._leaving:
                     pooled = self._pooled.setdefault(matcher.compiled, pooled_leaving())
                     self._leaving[request] = Leaving(pooled)
+                self._certain_rates[request] = matcher.leaving_rate
                 replay = self._replays.get(request)
                 host_tokens[request] = matcher.forced(FORCED) if replay is None else replay[:FORCED]
             except Exception as error:  # only this text ends
                 give_up(request, error)
         return host_tokens
+
+    def _rate(self, request: Request) -> float:
+        """Return the chance that the next free token of a request is not legal."""
+        rate = self._certain_rates[request]
+        return self._leaving[request].rate if rate is None else rate
 
     def choose(
         self,
@@ -118,7 +126,7 @@ class ConstrainedCalls:
             widths,
             rows,
             forced=[len(tokens) for tokens in host_tokens.values()],
-            leaving=[self._leaving[request].rate for request in host_tokens],
+            leaving=[self._rate(request) for request in host_tokens],
             draft=draft if may_be_free else None,
             most=most,
             copies=copies,
@@ -186,7 +194,8 @@ class ConstrainedCalls:
             if matcher is not None and (draft.valid is None or draft.valid[row, 1]):
                 token = int(draft.tokens[row, 1])
                 is_legal = bool(legal[row, 0, token >> 5] >> np.uint32(token & 31) & 1)
-                self._leaving[snapshot[row][0]].drafted(is_legal)
+                if matcher.leaving_rate is None:
+                    self._leaving[snapshot[row][0]].drafted(is_legal)
 
     def end_masked(
         self,
@@ -248,7 +257,8 @@ class ConstrainedCalls:
                 give_up(row, error)
                 continue
             has_left[row] = legal < len(tokens)
-            self._leaving[request].checked(legal, bool(has_left[row]))
+            if matcher.leaving_rate is None and request in self._leaving:
+                self._leaving[request].checked(legal, bool(has_left[row]))
             if has_left[row]:
                 self._replays[request] = tokens[:legal]
         if has_left.any():

@@ -22,7 +22,7 @@ from specjax.decoding.options import check_prompts
 from specjax.drafters import Drafter
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, check_options
-from specjax.grammars import CompiledGrammar, Grammar, Matcher
+from specjax.grammars import CompiledGrammar, Grammar, Matcher, ThinkingBudget
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.sampling_params import SamplingParams
@@ -80,6 +80,7 @@ class Engine:
         clients: ClientDrafts | None = None,
         grammars: bool = False,
         penalties: bool | None = None,
+        thought_tokens: Sequence[str] | None = None,
         client_rows: int | None = None,
         client_idle_seconds: float = 1.0,
         urgent_after: int = 256,
@@ -117,11 +118,13 @@ class Engine:
                 With 0 no request may bring a prediction.
             clients: the shapes of drafts that clients may send, for `open_row`; None: there are no
                 clients.
-            grammars: whether requests may have grammars. Then a few more programs are compiled,
-                and the engine needs a tokenizer.
+            grammars: whether requests may have grammars and thinking budgets. Then a few more
+                programs are compiled, and the engine needs a tokenizer.
             penalties: whether requests may have penalties, biases and banned words. Then a few more
                 programs are compiled, and every row takes eight bytes for each token of the
                 vocabulary. None: only if the checkpoint's own parameters have a penalty.
+            thought_tokens: the two texts that begin and end a thought, for requests with a thinking
+                budget, such as ``("<think>", "</think>")``; None: the tokenizer states them.
             client_rows: the largest number of rows for the clients of one owner; None: half of
                 ``rows``, at least 1.
             client_idle_seconds: seconds without a draft after which a client's row may be given to
@@ -154,6 +157,7 @@ class Engine:
             clients=clients,
             grammars=grammars,
             penalties=penalties,
+            thought_tokens=thought_tokens,
         )
         client_rows = max(1, rows // 2) if client_rows is None else client_rows
         if not 1 <= client_rows <= rows:
@@ -284,6 +288,8 @@ class Engine:
         matcher = None
         if params.grammar is not None:
             matcher = self._matcher(params.grammar, settings)
+        if params.thinking_budget is not None:
+            matcher = self._budget_matcher(params, tokens, settings, matcher)
         options = OutputOptions(
             logprobs=logprobs,
             echo=echo,
@@ -358,6 +364,11 @@ class Engine:
         if params.has_adjustments:
             raise InputError(
                 f"{params.first_adjustment}: not supported for clients that draft; leave it out"
+            )
+        if params.thinking_budget is not None:
+            raise InputError(
+                f"thinking_budget={params.thinking_budget}: not supported for clients that draft;"
+                " leave it out"
             )
         settings, matcher = self._config.settings(params, length), None
         if params.grammar is not None:
@@ -521,6 +532,27 @@ class Engine:
                 " the grammar or of a stop token"
             )
         return matcher
+
+    def _budget_matcher(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        settings: Mapping[str, Any],
+        inner: Matcher | None,
+    ) -> Matcher:
+        """Return the matcher of a request with a thinking budget, around that of its grammar.
+
+        Raises:
+            InputError: This engine supports no budgets, the tokens of thoughts are unknown, or the
+                request bans the end of a thought.
+        """
+        assert params.thinking_budget is not None
+        budget = ThinkingBudget(params.thinking_budget, self._config.thought)
+        vocab_size = self.target.config.vocab_size
+        if (biases := self._biases(params)) is not None:
+            budget.check_can_end(biases.bias(vocab_size), biases.words)
+        stop_ids = tuple(int(i) for i in settings["stop_token_ids"] if i >= 0)
+        return budget.matcher(prompt, vocab_size, stop_ids, inner)
 
     def _biases(self, params: SamplingParams) -> TokenBiases | None:
         """Return the biases of a request, checked; None if it has neither these nor penalties.

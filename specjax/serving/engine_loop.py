@@ -23,7 +23,7 @@ from specjax.decoding import rows as device_rows
 from specjax.decoding.constrained import FORCED
 from specjax.decoding.stats import Stats
 from specjax.drafters.pausable import ROOM
-from specjax.errors import GrammarError, InputError, LogitsError
+from specjax.errors import InputError, LogitsError
 from specjax.grammars import Matcher
 from specjax.models.cache import groups_of
 from specjax.serving.choice import Copies, DraftChoice
@@ -539,7 +539,7 @@ class EngineLoop:
         scheduler = self.scheduler  # used with the lock only: requests are cancelled at any time
         with self.wake:
             self._give_up_orphans()
-            matchers = self._running_matchers()
+            matchers = self._binding_matchers()
         host_tokens = self._known_tokens(matchers) if matchers else {}
         with self.wake:
             if not scheduler.running:
@@ -550,7 +550,7 @@ class EngineLoop:
             # cannot ask for more.
             is_short = bool(scheduler.reading) or self.clients.are_drafting
             steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
-            matchers, call = self._running_matchers(), None
+            matchers, call = self._binding_matchers(), None
             is_adjusting = any(
                 self.handles[request].output_options.biases is not None
                 for row in scheduler.running
@@ -660,12 +660,22 @@ class EngineLoop:
             progress, snapshot, measured, seconds, has_left, is_upper_bound=is_upper_bound
         )
 
-    def _running_matchers(self) -> dict[Request, Matcher]:
-        """Return the matchers of running requests that have a grammar. Needs the lock."""
+    def _binding_matchers(self) -> dict[Request, Matcher]:
+        """Return the matchers under which a token of the next call may be illegal. Needs the lock.
+
+        They are those of running requests with a grammar, and with a thinking budget that could be
+        used up within the call. The others are free rows in this call.
+        """
         scheduler = self.scheduler
         requests = filter(None, map(scheduler.request_of, scheduler.running))
         matchers = ((it, self.handles[it].output_options.matcher) for it in requests)
-        return {request: matcher for request, matcher in matchers if matcher is not None}
+        depth = max(self.device.depth, FORCED)
+        most = self.sizes.steps * (depth + 1)  # whatever kind of call is chosen
+        return {
+            request: matcher
+            for request, matcher in matchers
+            if matcher is not None and matcher.free_tokens < most
+        }
 
     def _known_tokens(self, matchers: Mapping[Request, Matcher]) -> dict[Request, Sequence[int]]:
         """Return the tokens that the host can draft for each request with a grammar."""
@@ -922,7 +932,7 @@ class EngineLoop:
                 matcher.append(row_progress.tokens)
                 is_full = int(progress.lengths[row]) >= request.max_length
                 if row_progress.done and not is_full and matcher.is_stuck:
-                    raise GrammarError([row])
+                    raise matcher.stuck_error([row])
             self.scheduler.decoded(row, row_progress.tokens, row_progress.done)
             if row_progress.done:
                 del self.handles[request]

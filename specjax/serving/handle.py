@@ -98,8 +98,8 @@ class OutputOptions:
         echo: whether to report the log-probabilities of the prompt, too.
         spans: whether to report `Piece.spans`.
         prediction: the number of tokens of the request's prediction.
-        matcher: the position of the text in its grammar; None without one. The engine's thread
-            owns it.
+        matcher: the position of the text in its grammar and under its thinking budget; None without
+            both. The engine's thread owns it.
         biases: the biases, allowed tokens and banned words of a text that has these or penalties;
             None: it has neither.
     """
@@ -374,7 +374,7 @@ class Handle:
         elif news.done:
             reason = "stop" if self._is_over(news.tokens) else "length"
         matcher = self.output_options.matcher
-        if matcher is not None and reason is not None:
+        if matcher is not None and matcher.has_grammar and reason is not None:
             self.grammar_completed = matcher.is_complete and not stopped
         count = len(new)
         self._add(

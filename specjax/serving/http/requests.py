@@ -302,6 +302,11 @@ class _TextFields(msgspec.Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     min_tokens: _Tokens | None = None
+    thinking_budget: _Tokens | None = None
+    # vLLM's name. There -1 is no budget.
+    thinking_token_budget: (
+        Annotated[int, Meta(ge=-1, le=LARGEST, description=f"from 0 to {LARGEST}")] | None
+    ) = None
     temperature: Annotated[float, Meta(ge=0, le=LARGEST_FLOAT)] | None = None
     top_p: _Share | None = None
     # -1 means 0, as in vLLM.
@@ -845,6 +850,7 @@ def _request(
             min_new_tokens=min_tokens,
             eos_token_ids=stop_token_ids,
             grammar=grammar,
+            thinking_budget=_thinking_budget(fields),
             **_biases(fields, limits),
         )
     except InputError as error:  # an error of the defaults, because stated values are within bounds
@@ -917,6 +923,19 @@ def _biases(fields: _TextFields, limits: Limits) -> dict[str, Any]:
     # vLLM restricts biases so. Beyond that, a bias bans or forces a token anyway.
     restricted = {int(token): min(max(value, -100.0), 100.0) for token, value in bias.items()}
     return {"logit_bias": restricted, "allowed_token_ids": allowed, "bad_words": words}
+
+
+def _thinking_budget(fields: _TextFields) -> int | None:
+    """Return the thinking budget under either of its names; None: there is none."""
+    budget, by_vllm = fields.thinking_budget, fields.thinking_token_budget
+    by_vllm = None if by_vllm == -1 else by_vllm
+    if budget is not None and by_vllm not in (None, budget):
+        raise invalid(
+            "thinking_token_budget",
+            f"thinking_token_budget={by_vllm}: the request has thinking_budget={budget} too; give"
+            " one of them",
+        )
+    return by_vllm if budget is None else budget
 
 
 def _max_tokens(fields: _TextFields, minimum: int) -> tuple[str, int | None]:

@@ -506,5 +506,6 @@ def _as_answers(name: str) -> Iterator[None]:
 
 
 _PARAM = re.compile(
-    rf"({'|'.join(SAMPLING_NAMES)}|seed|stop|logprobs|prediction|chat_template_kwargs)\b"
+    rf"({'|'.join(SAMPLING_NAMES)}|seed|stop|logprobs|prediction|chat_template_kwargs"
+    r"|thinking_budget)\b"
 )
