@@ -306,8 +306,7 @@ def start(
     checked, keys = options.check(config, batch), options.row_keys(batch)
     # Refuse wrong grammars and budgets before anything runs.
     options.grammars_of_rows(batch, config.vocab_size)
-    for budget in filter(None, options.budgets_of_rows(batch) or ()):
-        budget.check(config.vocab_size)
+    options.budgets_of_rows(batch, config.vocab_size)
     drafter = NoDraft() if drafter is None else drafter
     check_is_pytree(drafter)
     drafter.draft_shape.check(config.vocab_size)

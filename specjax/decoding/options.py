@@ -170,7 +170,7 @@ class GenerationOptions:
         """
         batch = len(checked.stop_token_ids)
         grammars = self.grammars_of_rows(batch, vocab_size) or [None] * batch
-        budgets = self.budgets_of_rows(batch) or [None] * batch
+        budgets = self.budgets_of_rows(batch, vocab_size) or [None] * batch
         if not self.is_constrained:
             return None
         matchers: list[Matcher | None] = []
@@ -182,15 +182,17 @@ class GenerationOptions:
             matchers.append(matcher)
         return matchers
 
-    def budgets_of_rows(self, batch: int) -> list[ThinkingBudget | None] | None:
+    def budgets_of_rows(self, batch: int, vocab_size: int) -> list[ThinkingBudget | None] | None:
         """Return the thinking budget of each of ``batch`` rows; None if there are none.
 
         Raises:
-            InputError: The budgets do not fit the rows, or are something else.
+            InputError: The budgets do not fit the rows, their biases or the vocabulary, or are
+                something else.
 
         Examples:
             >>> from specjax.decoding import GenerationOptions
-            >>> GenerationOptions(thinking_budget=[None, None]).budgets_of_rows(batch=2)
+            >>> options = GenerationOptions(thinking_budget=[None, None])
+            >>> options.budgets_of_rows(batch=2, vocab_size=16)
             [None, None]
         """
         if self.thinking_budget is None:
@@ -208,6 +210,10 @@ class GenerationOptions:
                     f"thinking_budget={budget!r}: give specjax.ThinkingBudget(tokens, thought), or"
                     " one for each row"
                 )
+        for budget, biases in zip(budgets, self._biases_of_rows(batch), strict=True):
+            if budget is not None:
+                budget.check(vocab_size)
+                budget.check_can_end(biases.bias(vocab_size), biases.words)
         return budgets  # pyright: ignore[reportReturnType]
 
     def grammars_of_rows(self, batch: int, vocab_size: int) -> list[CompiledGrammar | None] | None:
@@ -246,7 +252,24 @@ class GenerationOptions:
         Raises:
             InputError: The biases do not fit the rows or the vocabulary.
         """
-        batch = len(lengths)
+        biases = self._biases_of_rows(len(lengths))
+        if all(row.is_neutral for row in biases) and not self.sampling.has_penalties:
+            return None
+        prompts = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+        return Adjustments.of_texts(
+            prompts,
+            lengths.tolist(),
+            vocab_size,
+            np.stack([row.bias(vocab_size) for row in biases]),
+            [row.words for row in biases],
+        )
+
+    def _biases_of_rows(self, batch: int) -> list[TokenBiases]:
+        """Return the biases of each of ``batch`` rows.
+
+        Raises:
+            InputError: The biases do not fit the rows, or are something else.
+        """
         if self.biases is None or isinstance(self.biases, TokenBiases):
             biases = [self.biases or TokenBiases()] * batch
         else:
@@ -260,16 +283,7 @@ class GenerationOptions:
             raise InputError(
                 f"biases: {len(biases)} of them; give one, or one for each of the {batch} rows"
             )
-        if all(row.is_neutral for row in biases) and not self.sampling.has_penalties:
-            return None
-        prompts = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
-        return Adjustments.of_texts(
-            prompts,
-            lengths.tolist(),
-            vocab_size,
-            np.stack([row.bias(vocab_size) for row in biases]),
-            [row.words for row in biases],
-        )
+        return biases
 
     def _counts(self, name: str, batch: int, minimum: int, maximum: Any, must: str) -> np.ndarray:
         """Return the field ``name``, one number or one for each row, as ``[batch]``.

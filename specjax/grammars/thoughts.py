@@ -290,6 +290,8 @@ class BudgetMatcher(Matcher):
                     continue
                 state = self.thought.step(above, token)
             states[node] = state
+            if self._inner is None:
+                masks[node] = 0xFFFFFFFF
             self._restrict(masks[node], state)
         return illegal
 
