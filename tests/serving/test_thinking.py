@@ -214,15 +214,19 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         with pytest.raises(InputError, match="thinking_budget=1: not supported for clients that"):
             served.open_row([1, 2], thinking_budget=1, listener=print)
     sizes: dict[str, Any] = {"rows": 1, "capacity": 32, "page": 8, "chunk": 16, "warm": False}
-    with Engine(target, drafts=(None,), tokenizer=small_tokenizer(), **sizes) as served:
-        with pytest.raises(InputError, match="thinking_budget: this engine does not support it"):
-            served.submit([1, 2], max_new_tokens=2, thinking_budget=1)
+    with (
+        Engine(target, drafts=(None,), tokenizer=small_tokenizer(), **sizes) as served,
+        pytest.raises(InputError, match="thinking_budget: this engine does not support it"),
+    ):
+        served.submit([1, 2], max_new_tokens=2, thinking_budget=1)
     for options, message in (
         ({"thought_tokens": "ab", "grammars": True}, "thought_tokens='ab': give the two texts"),
         ({"thought_tokens": ("a", "b")}, r"they are for thinking budgets, which need Engine\("),
     ):
         with pytest.raises(InputError, match=message):
             Engine(target, tokenizer=small_tokenizer(), **options, **sizes)
-    with engine("none", thought_tokens=None, warm=False) as served:
-        with pytest.raises(InputError, match="thinking_budget: the tokenizer does not state"):
-            served.submit([1, 2], max_new_tokens=2, thinking_budget=1)
+    with (
+        engine("none", thought_tokens=None, warm=False) as served,
+        pytest.raises(InputError, match="thinking_budget: the tokenizer does not state"),
+    ):
+        served.submit([1, 2], max_new_tokens=2, thinking_budget=1)
