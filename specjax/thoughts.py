@@ -122,19 +122,19 @@ def _of_chat_template(tokenizer: Any) -> tuple[str, str] | None:
     question = {"role": "user", "content": _QUESTION}
     answer = {"role": "assistant", "content": _ANSWER}
     thinking = {**answer, **dict.fromkeys(FIELDS, _THOUGHT)}
-    for written in _written(tokenizer, [question, thinking]):
-        before = _between(written, _QUESTION, _THOUGHT)
-        after = _between(written, _THOUGHT, _ANSWER)
+    for rendered in _rendered(tokenizer, [question, thinking]):
+        before = _between(rendered, _QUESTION, _THOUGHT)
+        after = _between(rendered, _THOUGHT, _ANSWER)
         if before is None or after is None or not after.strip():
             continue
         # What begins an answer without a thought: in a prompt, in an earlier turn, in the last one.
         earlier = [question, {"role": "assistant", "content": _EARLIER}, question]
-        begun = [
-            *_between_each(_written(tokenizer, [question], prompts=(True,)), _QUESTION, None),
-            *_between_each(_written(tokenizer, earlier), _QUESTION, _EARLIER),
-            *_between_each(_written(tokenizer, [question, answer]), _QUESTION, _ANSWER),
+        openings = [
+            *_between_each(_rendered(tokenizer, [question], prompts=(True,)), _QUESTION, None),
+            *_between_each(_rendered(tokenizer, earlier), _QUESTION, _EARLIER),
+            *_between_each(_rendered(tokenizer, [question, answer]), _QUESTION, _ANSWER),
         ]
-        rests = (before[_common(before, it) :].strip() for it in begun)
+        rests = (before[_common(before, it) :].strip() for it in openings)
         begin = next(filter(None, rests), None)
         if begin is not None:
             return begin, _end(tokenizer, after)
@@ -156,14 +156,14 @@ def _end(tokenizer: Any, after: str) -> str:
 def _answer_ids(tokenizer: Any, begin: str) -> tuple[int, ...]:
     """Return the tokens that begin an answer in a prompt, up to the text that begins a thought."""
     prompt = {"role": "user", "content": _QUESTION}
-    for written in _written(tokenizer, [prompt], prompts=(True,)):
-        opening = _between(written, _QUESTION, None)
+    for rendered in _rendered(tokenizer, [prompt], prompts=(True,)):
+        opening = _between(rendered, _QUESTION, None)
         opening = (opening or "").partition(begin)[0].strip()
         return tuple(encode_continuation(tokenizer, opening)) if opening else ()
     return ()
 
 
-def _written(
+def _rendered(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], prompts: Sequence[bool] = (True, False)
 ) -> Iterator[str]:
     """Yield a chat in the tokenizer's template, with the beginning of an answer and without.

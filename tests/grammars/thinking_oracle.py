@@ -43,8 +43,8 @@ def forced_token(
     is_inside, since, count = thought_of(prompt, output, begin, end)
     if budget is None or not is_inside or count < budget:
         return None
-    written = max(n for n in range(len(end)) if n == 0 or since[-n:] == list(end[:n]))
-    return int(end[written])
+    matched = max(n for n in range(len(end)) if n == 0 or since[-n:] == list(end[:n]))
+    return int(end[matched])
 
 
 class ThinkingOracle(Oracle):

@@ -9,7 +9,7 @@ import pytest
 
 import specjax
 from specjax.errors import InputError
-from specjax.grammars import BudgetMatcher
+from specjax.grammars import BudgetMatcher, ThoughtTokens
 from specjax.sampling import make_key
 from specjax.serving import ClientDrafts, Engine
 from specjax.serving.handle import EngineError, Handle
@@ -19,13 +19,13 @@ from tests.grammars.thinking_oracle import ThinkingOracle
 from tests.grammars.tokenizers_for_tests import small_tokenizer
 
 NEW = 26
-BEGIN, FINISH = (18,), (12, 18)
-TEXTS = '"a', '1"a'
+BEGIN, FINISH = (0,), (12, 0)
+TEXTS = "a", "1a"
 """The texts of the tokens that begin and end a thought."""
 
 BUDGETS = (0, 1, 2, 5, 1000, None)
 PROMPTS = np.random.default_rng(1).integers(0, VOCABULARY - 2, (12, 9)).tolist()
-PROMPTS[3], PROMPTS[8] = [*PROMPTS[3][:8], 18], [*PROMPTS[8][:7], 18, 12]  # inside a thought
+PROMPTS[3], PROMPTS[8] = [*PROMPTS[3][:8], 0], [*PROMPTS[8][:7], 0, 12]  # inside a thought
 Case = tuple[list[int], int | None, Any, int, float]
 
 
@@ -168,7 +168,6 @@ def test_log_probabilities_penalties_and_predictions_beside_a_budget() -> None:
         )
         assert plain.tokens == reported.tokens == predicted.tokens
         adjusted = served.submit(PROMPTS[3], presence_penalty=1.5, **options).result(timeout=300)
-    thought = compiler_thought()
     alone = specjax.generate(
         models()[0],
         None,
@@ -176,26 +175,22 @@ def test_log_probabilities_penalties_and_predictions_beside_a_budget() -> None:
         max_new_tokens=NEW,
         eos_token_ids=(),
         sampling=specjax.Sampling(temperature=0.0, presence_penalty=1.5),
-        thinking_budget=specjax.ThinkingBudget(5, thought),
+        thinking_budget=specjax.ThinkingBudget(5, ThoughtTokens(BEGIN, FINISH)),
     )
     assert list(adjusted.tokens) == alone.tokens[0, 9:].tolist()
-
-
-def compiler_thought() -> Any:
-    return specjax.grammars.ThoughtTokens(BEGIN, FINISH)
 
 
 @pytest.mark.full
 def test_a_text_whose_grammar_forbids_the_end_fails_alone() -> None:
     with engine() as served:
         handle = served.submit(
-            [1, 18],
+            [1, 0],
             max_new_tokens=NEW,
             eos_token_ids=(END,),
             grammar=specjax.Regex("(ab|de){3,9}"),
             thinking_budget=1,
         )
-        beside = served.submit([1, 18], max_new_tokens=4)
+        beside = served.submit([1, 0], max_new_tokens=4)
         with pytest.raises(EngineError, match=r"thinking_budget: row \d cannot go on.*grammar"):
             handle.result(timeout=300)
         assert len(beside.result(timeout=300).tokens) == 4

@@ -16,8 +16,8 @@ from tests.serving.http.test_requests import both, read, refusal
 
 OPENS = (
     "{% for it in messages %}{% if it.role == 'user' %}{{ it.content }}{% else %}"
-    '{% if it.reasoning_content %}"a{{ it.reasoning_content }}1"a{% endif %}{{ it.content }}'
-    '{% endif %}{% endfor %}{% if add_generation_prompt %}:"a{% endif %}'
+    '{% if it.reasoning_content %}a{{ it.reasoning_content }}1a{% endif %}{{ it.content }}'
+    '{% endif %}{% endfor %}{% if add_generation_prompt %}:a{% endif %}'
 )
 
 
@@ -55,10 +55,10 @@ def test_the_answers_of_an_engine_are_the_oracles() -> None:
     target, model = models()
     tokenizer = small_tokenizer()
     tokenizer.chat_template = OPENS
-    oracle = ThinkingOracle(target, (18,), (12, 18), 3, (), temperature=1.0)
+    oracle = ThinkingOracle(target, (0,), (12, 0), 3, (), temperature=1.0)
 
     def expected(prompt: str, budget: int | None, index: int = 0) -> str:
-        oracle.law = (18,), (12, 18), budget
+        oracle.law = (0,), (12, 0), budget
         key = jax.random.fold_in(make_key(7), np.uint32(index))
         tokens = tokenizer.encode(prompt, add_special_tokens=False)
         return tokenizer.decode(oracle.text(tokens, key, 20), skip_special_tokens=True)
@@ -74,16 +74,16 @@ def test_the_answers_of_an_engine_are_the_oracles() -> None:
         path = "/v1/chat/completions"
         answer = ask(service, path, **chat, n=2, thinking_budget=3).json()
         texts = [choice["message"]["content"] for choice in answer["choices"]]
-        assert texts == [expected('bcde:"a', 3, index) for index in range(2)]
+        assert texts == [expected("bcde:a", 3, index) for index in range(2)]
         assert "grammar_completed" not in answer["choices"][0]
         assert answer["usage"]["completion_tokens"] == 40
         stream = events(ask(service, path, **chat, stream=True, thinking_token_budget=0))
         pieces = [event["choices"][0]["delta"].get("content", "") for event in stream]
-        assert "".join(pieces) == expected('bcde:"a', 0)
+        assert "".join(pieces) == expected("bcde:a", 0)
         free = ask(service, path, **chat).json()
-        assert free["choices"][0]["message"]["content"] == expected('bcde:"a', None)
-        completion = ask(service, prompt='ab"a', thinking_budget=1, **body).json()
-        assert completion["choices"][0]["text"] == expected('ab"a', 1)
+        assert free["choices"][0]["message"]["content"] == expected("bcde:a", None)
+        completion = ask(service, prompt="bca", thinking_budget=1, **body).json()
+        assert completion["choices"][0]["text"] == expected("bca", 1)
         banned = ask(service, path, **chat, thinking_budget=1, logit_bias={"5": 1})
         assert banned.status_code == 400  # this engine has no penalties
         tokenizer.chat_template = None
