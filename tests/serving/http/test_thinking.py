@@ -16,8 +16,8 @@ from tests.serving.http.test_requests import both, read, refusal
 
 OPENS = (
     "{% for it in messages %}{% if it.role == 'user' %}{{ it.content }}{% else %}"
-    '{% if it.reasoning_content %}a{{ it.reasoning_content }}1a{% endif %}{{ it.content }}'
-    '{% endif %}{% endfor %}{% if add_generation_prompt %}:a{% endif %}'
+    "{% if it.reasoning_content %}a{{ it.reasoning_content }}1a{% endif %}{{ it.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}:a{% endif %}"
 )
 
 
