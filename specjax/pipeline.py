@@ -520,8 +520,8 @@ def _budgets(budget: Any, thought_tokens: Sequence[str] | None) -> ThinkingBudge
         thought_tokens = check_texts(thought_tokens)
         if budget is None:
             raise InputError(
-                f"thought_tokens={thought_tokens!r}: there is no thinking_budget; give one, or leave"
-                " them out"
+                f"thought_tokens={thought_tokens!r}: there is no thinking_budget; give one, or"
+                " leave them out"
             )
     if isinstance(budget, list | tuple):
         return [row if row is None else _budgets(row, thought_tokens) for row in budget]  # pyright: ignore[reportReturnType]

@@ -15,8 +15,10 @@ from specjax.errors import InputError
 @pytest.mark.full
 def test_a_generated_text_has_the_budget(capsys) -> None:
     main(
-        ["generate", "--prompt", "import os\nimport ", "--thinking-budget", "3"]
-        + ["--thought-tokens", "import", " as", "--max-new-tokens", "24", "--json"]
+        [
+            *("generate", "--prompt", "import os\nimport ", "--thinking-budget", "3"),
+            *("--thought-tokens", "import", " as", "--max-new-tokens", "24", "--json"),
+        ]
     )
     answer = json.loads(capsys.readouterr().out)
     generate = specjax.load("embedded")
@@ -32,7 +34,7 @@ def test_options_are_read() -> None:
     assert read_options(GenerateConfig()).thinking_budget is None
     with pytest.raises(InputError, match="thinking_budget=-1: must be a whole number"):
         read_options(GenerateConfig(thinking_budget=-1))
-    with pytest.raises(InputError, match="thought_tokens=.*there is no thinking_budget"):
+    with pytest.raises(InputError, match=r"thought_tokens=.*there is no thinking_budget"):
         read_options(GenerateConfig(thought_tokens=("<a>", "</a>")))
 
 
