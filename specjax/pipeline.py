@@ -518,8 +518,13 @@ def _budgets(budget: Any, thought_tokens: Sequence[str] | None) -> ThinkingBudge
     """
     if thought_tokens is not None:
         thought_tokens = check_texts(thought_tokens)
+        if budget is None:
+            raise InputError(
+                f"thought_tokens={thought_tokens!r}: there is no thinking_budget; give one, or"
+                " leave them out"
+            )
     if isinstance(budget, list | tuple):
-        return [_budgets(row, thought_tokens) for row in budget]  # pyright: ignore[reportReturnType]
+        return [row if row is None else _budgets(row, thought_tokens) for row in budget]  # pyright: ignore[reportReturnType]
     if budget is None or isinstance(budget, ThinkingBudget):
         return budget
     return ThinkingBudget(budget, thought_tokens)  # pyright: ignore[reportArgumentType]

@@ -108,12 +108,11 @@ def _of_response_template(tokenizer: Any) -> tuple[str, str] | None:
         if not isinstance(field, Mapping):
             continue
         # Of several texts, the first is the usual one.
-        texts = [
-            value[0] if isinstance(value, list) and value else value
-            for value in (field.get("open"), field.get("close"))
-        ]
-        if all(isinstance(it, str) and it.strip() for it in texts):
-            return texts[0].strip(), texts[1].strip()
+        values = [field.get("open"), field.get("close")]
+        texts = [value[0] if isinstance(value, list) and value else value for value in values]
+        begin, end = (it.strip() if isinstance(it, str) else "" for it in texts)
+        if begin and end:
+            return begin, end
     return None
 
 

@@ -526,7 +526,9 @@ def test_a_chat_may_end_after_or_within_its_last_message() -> None:
     }
     for end, rendered in expected.items():
         assert tokenizer.decode(text.encode_chat(tokenizer, chat, end=end)) == rendered
-    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "m.content | replace('gun', '')")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "m.content", "m.content | replace('gun', '')"
+    )
     with pytest.raises(InputError, match=r"^continue_final_message=true: .* changes the last"):
         text.encode_chat(tokenizer, chat, end="last message")
 

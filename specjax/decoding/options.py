@@ -198,7 +198,7 @@ class GenerationOptions:
         if self.thinking_budget is None:
             return None
         stated = self.thinking_budget
-        budgets = list(stated) if isinstance(stated, list | tuple) else [stated] * batch
+        budgets: list[Any] = list(stated) if isinstance(stated, list | tuple) else [stated] * batch
         if len(budgets) != batch:
             raise InputError(
                 f"thinking_budget: {len(budgets)} budgets; give one, or one for each of the"
@@ -214,7 +214,7 @@ class GenerationOptions:
             if budget is not None:
                 budget.check(vocab_size)
                 budget.check_can_end(biases.bias(vocab_size), biases.words)
-        return budgets  # pyright: ignore[reportReturnType]
+        return budgets
 
     def grammars_of_rows(self, batch: int, vocab_size: int) -> list[CompiledGrammar | None] | None:
         """Return the grammar of each of ``batch`` rows; None if there are no grammars.

@@ -66,9 +66,9 @@ class ThoughtTokens:
     def __post_init__(self) -> None:
         """Check the sequences, and store tuples of Python numbers."""
         for name in ("begin_ids", "end_ids", "answer_ids"):
-            ids = getattr(self, name)
-            is_list = isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str | bytes)
-            if not is_list or not all(is_whole(token) and token >= 0 for token in ids):
+            ids: Any = getattr(self, name)
+            is_list = isinstance(ids, list | tuple | np.ndarray)
+            if not is_list or not all(is_whole(it) and it >= 0 for it in list[Any](ids)):
                 raise InputError(f"{name}={ids!r}: give a sequence of token ids, such as (7,)")
             if name != "answer_ids" and not len(ids):
                 raise InputError(f"{name}=(): give at least one token id")
@@ -435,13 +435,13 @@ def check_texts(texts: Any) -> tuple[str, str]:
         >>> check_texts(["<think>", "</think>"])
         ('<think>', '</think>')
     """
-    is_list = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
-    if not is_list or len(texts) != 2 or not all(isinstance(it, str) and it for it in texts):
+    pair = list(texts) if isinstance(texts, list | tuple) else []
+    if len(pair) != 2 or not all(isinstance(it, str) and it for it in pair):
         raise InputError(
             f"thought_tokens={texts!r}: give the two texts that begin and end a thought, such as"
             ' ("<think>", "</think>")'
         )
-    return texts[0], texts[1]
+    return pair[0], pair[1]
 
 
 def _borders(sequence: Sequence[int]) -> tuple[int, ...]:

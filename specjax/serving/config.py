@@ -154,6 +154,7 @@ class EngineConfig:
         if self.grammars is None:
             raise InputError(
                 "thinking_budget: this engine does not support it; give Engine(grammars=True)"
+                " (--grammars on)"
             )
         thought = thought_tokens_of(self.tokenizer, self.thought_texts)
         thought.check(self.target.config.vocab_size)

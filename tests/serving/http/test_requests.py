@@ -340,7 +340,7 @@ def test_what_does_not_change_the_text_is_not_read(kind: str, name: str) -> None
 
 @both
 def test_names_that_are_not_known_are_told_and_change_nothing(kind: str) -> None:
-    odd = {"unknown": 0, "Another-One": None, "é\n": {"a": [1]}, "thinking_budget": "x"}
+    odd = {"unknown": 0, "Another-One": None, "é\n": {"a": [1]}, "thinking_mode": "x"}
     request = read(kind, **odd)
     assert request.ignored == tuple(odd)
     assert dataclasses.replace(request, ignored=()) == read(kind)
