@@ -1,0 +1,43 @@
+"""Answers of chat models as regions: content, reasoning and tool calls.
+
+A model writes its reasoning and its calls of tools as text with tags, and each family of models has
+tags of its own. An `AnswerParser` reads that text while it grows. What it reads is data: a
+``response_template`` of the tokenizer's files, or else the one of the model's family in
+``specjax/chat/families``.
+"""
+
+from specjax.chat.abilities import takes_tools, thinking_switch
+from specjax.chat.events import (
+    Answer,
+    Event,
+    RegionClosed,
+    RegionGrew,
+    RegionKind,
+    RegionOpened,
+    ToolCall,
+)
+from specjax.chat.families import ChatFamily, families, family_form, family_of, response_form
+from specjax.chat.forms import ResponseForm
+from specjax.chat.parser import AnswerParser
+from specjax.chat.tokens import AnswerText, prompt_text
+
+__all__ = [
+    "Answer",
+    "AnswerParser",
+    "AnswerText",
+    "ChatFamily",
+    "Event",
+    "RegionClosed",
+    "RegionGrew",
+    "RegionKind",
+    "RegionOpened",
+    "ResponseForm",
+    "ToolCall",
+    "families",
+    "family_form",
+    "family_of",
+    "prompt_text",
+    "response_form",
+    "takes_tools",
+    "thinking_switch",
+]

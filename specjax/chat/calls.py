@@ -1,0 +1,396 @@
+"""Tool calls in the text of an answer: JSON that streams, and forms that are read when they end."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specjax.chat.events import Event, RegionClosed, RegionGrew, RegionKind, RegionOpened
+from specjax.chat.json_reader import JsonMark, JsonReader, Path
+from specjax.errors import InputError
+
+Tools = Sequence[Mapping[str, Any]]
+"""Declarations of tools, as chat templates and OpenAI's API take them."""
+
+
+@dataclass(frozen=True)
+class JsonCallForm:
+    """Calls that are JSON, whose arguments stream.
+
+    Attributes:
+        arguments: where the arguments are in the JSON value of a call; () if they are the value.
+        name: where the name is in it; None if the opening tag has it.
+        is_list: whether the value is a list of calls.
+    """
+
+    arguments: Path
+    name: Path | None
+    is_list: bool = False
+
+
+@dataclass(frozen=True)
+class ParsedCallForm:
+    """Calls in another form, which are read when their region closes.
+
+    Attributes:
+        field: the field of the response template.
+    """
+
+    field: Mapping[str, Any]
+
+    def read(self, body: str, captures: Mapping[str, str], tools: Tools) -> list[tuple[str, str]]:
+        """Return the name and the arguments' JSON text of each call in a region.
+
+        Args:
+            body: the text between the tags.
+            captures: the named groups of the tags.
+            tools: declarations, which say how to read arguments that have no types in the text.
+
+        Raises:
+            ValueError: the text is not in this form.
+        """
+        value = _parse(body, self.field)
+        transform = self.field.get("transform")
+        if transform is not None and self.field.get("transform_each"):
+            items = [_fill(transform, {**captures, **item}) for item in value]
+        elif transform is not None:
+            items = [_fill(transform, {**captures, "content": value})]
+        else:
+            items = value if isinstance(value, list) else [value]
+        types = _parameter_types(tools) if self.field["content"] in _WITHOUT_TYPES else {}
+        return [_name_and_arguments(item, types) for item in items]
+
+
+CallForm = JsonCallForm | ParsedCallForm
+
+
+def read_call_form(template_field: Mapping[str, Any]) -> CallForm:
+    """Return how the calls of a response template's field are read.
+
+    Raises:
+        ValueError: there is no such parser.
+    """
+    content = template_field.get("content", "text")
+    if content not in _PARSERS:
+        raise ValueError(f"content={content!r}: must be one of {', '.join(sorted(_PARSERS))}")
+    if content == "json" and not template_field.get("content_args"):
+        is_list = bool(template_field.get("transform_each"))
+        paths = _paths(template_field.get("transform"), is_list)
+        if paths is not None:
+            return JsonCallForm(*paths, is_list)
+    if content == "xml-inline":
+        pattern = template_field.get("content_args", {}).get("tag_pattern", "")
+        if not {"key", "value"} <= re.compile(pattern, re.DOTALL).groupindex.keys():
+            raise ValueError("content_args.tag_pattern: must have the groups 'key' and 'value'")
+    return ParsedCallForm({"content": content, **template_field})
+
+
+def _paths(transform: Any, is_list: bool) -> tuple[Path, Path | None] | None:
+    """Return where a transform takes a call's arguments and name from; None if it does more."""
+    root = "" if is_list else "content"
+    function = transform.get("function") if isinstance(transform, Mapping) else None
+    if function == "{content}" and not is_list:
+        return ("arguments",), ("name",)
+    if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
+        return None
+    name, arguments = (_path(function[key], root) for key in ("name", "arguments"))
+    if arguments is None:
+        return None
+    if name is None and not re.fullmatch(r"\{name\}", str(function["name"])):
+        return None
+    return arguments, name
+
+
+def _path(placeholder: Any, root: str) -> Path | None:
+    match = (
+        re.fullmatch(r"\{(\w+(?:\.\w+)*)\}", placeholder) if isinstance(placeholder, str) else None
+    )
+    if match is None:
+        return None
+    names = match[1].split(".")
+    if not root:
+        return tuple(names)
+    return tuple(names[1:]) if names[0] == root else None
+
+
+class JsonCalls:
+    """A reader of the calls in a region whose text is JSON.
+
+    Attributes:
+        is_complete: whether the JSON value has ended.
+        is_broken: whether the text is not the JSON of calls.
+        is_open: whether a call has been reported that has not ended.
+    """
+
+    def __init__(self, form: JsonCallForm, name: str | None) -> None:
+        """Start at the begin of a region; ``name`` is the tool's, if its tag has it."""
+        self._form, self._tag_name = form, name
+        self._json = JsonReader()
+        self._pieces: list[str] = []
+        self._depth = 1 if form.is_list else 0
+        self._complete_end = 0  # the offset behind the last complete call
+        self.is_broken = self.is_open = self.is_complete = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._name = self._tag_name
+        self._is_text = False  # whether the arguments are a string that holds the JSON text
+        self._start = self._end = -1  # the offsets of the arguments
+        self._sent = 0
+        self._name_start = -1
+
+    def push(self, text: str) -> tuple[list[Event], int]:
+        """Read the next characters, and return the events and how many characters were read.
+
+        All are read unless the value ends, or is not the JSON of calls.
+        """
+        events: list[Event] = []
+        before = self._json.length
+        if before == 0:
+            blank = len(text) - len(text.lstrip(" \t\r\n"))
+            if blank:  # white space before the value is no part of it
+                inner, count = self.push(text[blank:])
+                return inner, count + blank
+        marks = self._json.push(text)
+        count = self._json.length - before
+        self._pieces.append(text[:count])
+        for mark in marks:
+            if not self.is_broken:
+                self._mark(mark, events)
+        self.is_broken |= self._json.is_broken
+        if not self.is_broken:
+            self._grow(events, self._json.length)
+            self.is_complete = self._json.is_complete
+        return events, count
+
+    def rest(self) -> str:
+        """Return the text behind the last complete call."""
+        return self._slice(self._complete_end, self._json.length)
+
+    @property
+    def has_calls(self) -> bool:
+        """True if a call is complete."""
+        return self._complete_end > 0
+
+    def _slice(self, start: int, end: int) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0][start:end] if self._pieces else ""
+
+    def _mark(self, mark: JsonMark, events: list[Event]) -> None:
+        if len(mark.path) < self._depth:
+            self.is_broken |= not mark.is_end and self._slice(mark.offset, mark.offset + 1) != "["
+            return
+        path = mark.path[self._depth :]
+        if mark.is_end:
+            self._ended(path, mark.offset, events)
+            return
+        if not path:
+            self._begin()
+            self.is_broken = self._slice(mark.offset, mark.offset + 1) != "{"
+        if path == self._form.name:
+            self._name_start = mark.offset
+        elif path == self._form.arguments and not self.is_broken:
+            character = self._slice(mark.offset, mark.offset + 1)
+            self._is_text, self._start, self._sent = character == '"', mark.offset, mark.offset
+            self.is_broken = character not in '{"'
+
+    def _ended(self, path: Path, offset: int, events: list[Event]) -> None:
+        if path == self._form.name:
+            name = json.loads(self._slice(self._name_start, offset))
+            self.is_broken = not isinstance(name, str) or not name
+            self._name = name
+        if path == self._form.arguments:
+            self._end = offset
+        if not path:
+            self._grow(events, offset)
+            if self.is_open and self._end >= 0:
+                events.append(RegionClosed(RegionKind.TOOL_CALL))
+                self.is_open, self._complete_end = False, offset
+            else:
+                self.is_broken = True
+
+    def _grow(self, events: list[Event], offset: int) -> None:
+        """Report what there is of a call up to an offset."""
+        if self._name is None or self._start < 0 or self.is_broken:
+            return
+        end = self._end if self._end >= 0 else offset
+        if self._is_text:
+            if self._end < 0 or self._sent >= end:
+                return
+            text = json.loads(self._slice(self._start, end))
+            self.is_broken = not _is_object(text)
+        else:
+            text = self._slice(self._sent, end)
+        if self.is_broken:
+            return
+        if not self.is_open and self._sent < end:
+            self.is_open = True
+            events.append(RegionOpened(RegionKind.TOOL_CALL, self._name))
+        if self._sent < end:
+            events.append(RegionGrew(RegionKind.TOOL_CALL, text))
+            self._sent = end
+
+
+def _is_object(text: str) -> bool:
+    reader = JsonReader()
+    reader.push(text)
+    return text.startswith("{") and reader.is_complete and not text[reader.length :].strip()
+
+
+# --- calls that are read when they end ------------------------------------------------------------
+
+_PARSERS = frozenset(
+    {"text", "int", "float", "bool", "json", "xml-inline", "kv-lines", "python-call-list"}
+)
+_WITHOUT_TYPES = frozenset({"xml-inline", "kv-lines"})
+
+
+def _parse(body: str, template_field: Mapping[str, Any]) -> Any:
+    content, arguments = template_field["content"], template_field.get("content_args", {})
+    if content == "xml-inline" and not arguments.keys() - {"tag_pattern"}:
+        return _tags(body, arguments["tag_pattern"])
+    if content == "json" and not arguments:
+        return json.loads(body)
+    try:
+        from transformers.utils.chat_parsing.content_parsers import parse_content
+    except ImportError:
+        from transformers import __version__
+
+        raise InputError(
+            f"transformers {__version__}: it cannot read tool calls in the form {content!r};"
+            " install transformers>=5.13"
+        ) from None
+    return parse_content(body, content, arguments)
+
+
+def _tags(body: str, pattern: str) -> dict[str, str]:
+    """Return the values of tags by key; all of the body must be tags."""
+    values: dict[str, str] = {}
+    end = 0
+    for match in re.finditer(pattern, body, re.DOTALL):
+        if match["key"] in values or body[end : match.start()].strip():
+            raise ValueError("text between the tags, or a key twice")
+        values[match["key"]] = match["value"]
+        end = match.end()
+    if body[end:].strip():
+        raise ValueError("text behind the tags")
+    return values
+
+
+def _fill(transform: Any, values: Mapping[str, Any]) -> Any:
+    """Replace the placeholders of a transform."""
+    if isinstance(transform, Mapping):
+        return {key: _fill(value, values) for key, value in transform.items()}
+    if isinstance(transform, list):
+        return [_fill(value, values) for value in transform]
+    match = re.fullmatch(r"\{(\w+(?:\.\w+)*)\}", transform) if isinstance(transform, str) else None
+    if match is None:
+        return transform
+    value: Any = values
+    for name in match[1].split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise ValueError(f"there is no {match[1]}")
+        value = value[name]
+    return value
+
+
+def _name_and_arguments(value: Any, types: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """Return a call's name and its arguments as JSON text.
+
+    Raises:
+        ValueError: the value is not a call.
+    """
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ValueError("not a call")
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str) or not name:
+        raise ValueError("no name")
+    if isinstance(arguments, str):
+        if not _is_object(arguments):
+            raise ValueError("arguments that are no object")
+        return name, arguments
+    if not isinstance(arguments, Mapping):
+        raise ValueError("arguments that are no object")
+    schemas = types.get(name, {})
+    typed = {
+        key: _typed(value, schemas[key]) if isinstance(value, str) and key in schemas else value
+        for key, value in arguments.items()
+    }
+    return name, json.dumps(typed, ensure_ascii=False, allow_nan=False)
+
+
+def _parameter_types(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    """Return the schemas of the parameters of each tool, by name."""
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        parameters = function.get("parameters") if isinstance(function, Mapping) else None
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(properties, Mapping):
+            schemas[str(function.get("name"))] = properties
+    return schemas
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "object": (dict,),
+    "array": (list,),
+}
+_SPELLINGS = {"True": True, "False": False, "None": None}
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Return an argument's text as a value of a type that its schema allows, if it is one.
+
+    A text that is a value of another allowed type is not read as a string.
+    """
+    types = _schema_types(schema) - {"string"}
+    try:
+        value = _SPELLINGS[text.strip()] if text.strip() in _SPELLINGS else _json(text)
+    except (ValueError, RecursionError):
+        return text
+    for name in types:
+        if isinstance(value, _TYPES.get(name, ())) and (
+            name == "boolean" or not isinstance(value, bool)
+        ):
+            return value
+    if "integer" in types and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return text
+
+
+def _json(text: str) -> Any:
+    def refuse(constant: str) -> Any:
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def _schema_types(schema: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    declared = schema.get("type")
+    names = {declared} if isinstance(declared, str) else set(declared or ())
+    for union in ("anyOf", "oneOf"):
+        for choice in schema.get(union) or ():
+            names |= _schema_types(choice)
+    return names | ({"null"} if schema.get("nullable") else set())
+
+
+@dataclass
+class RegionBody:
+    """The text of a region whose calls are read when it closes.
+
+    Attributes:
+        captures: the named groups of its tags.
+        pieces: its text.
+    """
+
+    captures: dict[str, str]
+    pieces: list[str] = field(default_factory=list)

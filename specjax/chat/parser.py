@@ -1,0 +1,375 @@
+"""The parser of an answer: text that grows becomes regions that open, grow and close."""
+
+from typing import Any
+
+from specjax.chat.calls import JsonCallForm, JsonCalls, ParsedCallForm, RegionBody, Tools
+from specjax.chat.events import (
+    Answer,
+    Event,
+    RegionClosed,
+    RegionGrew,
+    RegionKind,
+    RegionOpened,
+)
+from specjax.chat.forms import RegionForm, ResponseForm
+
+_SPACE = " \t\r\n"
+_KEPT_CHARACTERS = 256
+"""The number of characters before the newest ones that stay, for expressions that look back."""
+
+
+class AnswerParser:
+    """A parser of one answer of a chat. It returns events while the text grows.
+
+    The events do not depend on where the text is cut into pieces. Together they hold all characters
+    of the answer except the tags and the white space next to them. A call that does not parse
+    becomes content, with its tags. An answer without tags is one region of content, character by
+    character.
+
+    Examples:
+        >>> from specjax.chat import Answer, AnswerParser, family_form
+        >>> parser = AnswerParser(family_form("qwen3"))
+        >>> events = parser.feed('<tool_call>\\n{"name": "get_weather", "argu')
+        >>> events
+        []
+        >>> events += parser.feed('ments": {"city": "Oslo"}}\\n</tool_call>') + parser.finish()
+        >>> Answer.from_events(events).tool_calls
+        (ToolCall(name='get_weather', arguments='{"city": "Oslo"}'),)
+    """
+
+    def __init__(
+        self, form: ResponseForm, prompt: str = "", tools: Tools = (), with_calls: bool = True
+    ) -> None:
+        """Start before the first character of an answer.
+
+        Args:
+            form: how the model's family writes answers.
+            prompt: the text of the prompt with its special tokens. It may have begun the answer,
+                for example with the tag that opens the reasoning.
+            tools: the tools of the request. Some families write arguments without types, which are
+                then those of the tool's schema.
+            with_calls: False if the request has no tools: what looks like a call is content.
+        """
+        self._form, self._tools = form, tools
+        self._regions = tuple(
+            region
+            for region in form.regions
+            if with_calls or region.kind is not RegionKind.TOOL_CALL
+        )
+        self._buffer, self._position = "", 0
+        self._region: RegionForm | None = None  # the region with tags that is open
+        self._tag = ""
+        self._json: JsonCalls | None = None
+        self._is_behind_json = False  # the JSON value of a call has ended, and its tag may follow
+        self._body: RegionBody | None = None
+        self._is_rescuing = False  # text outside of all regions follows a call that did not parse
+        self._writer = _TextWriter()
+        self._queued: list[Event] = []
+        self._is_finished = False
+        self._read_prompt(form.after_anchor(prompt))
+
+    def _read_prompt(self, begun: str) -> None:
+        if not begun:
+            return
+        events = self._advance(begun, is_last=False)
+        self._writer.forget()
+        if self._json is not None and self._json.is_open:
+            # The prompt began a call. It is the answer's, all of it.
+            opened = max(
+                index for index, event in enumerate(events) if isinstance(event, RegionOpened)
+            )
+            self._queued = events[opened:]
+
+    def feed(self, text: str) -> list[Event]:
+        """Append text to the answer, and return the new events.
+
+        Raises:
+            RuntimeError: the parser has finished.
+        """
+        if self._is_finished:
+            raise RuntimeError("AnswerParser.feed: the answer has finished; make a new parser")
+        queued, self._queued = self._queued, []
+        return queued + self._advance(text, is_last=False)
+
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """End the answer, and return the last events.
+
+        Args:
+            is_cut: whether the text ended at a limit or a stop string. A call that it cuts is
+                dropped. If the model itself ended the text there, the call becomes content, as any
+                call that does not parse.
+
+        Raises:
+            RuntimeError: the parser has finished.
+        """
+        if self._is_finished:
+            raise RuntimeError("AnswerParser.finish: the answer has finished; make a new parser")
+        self._is_finished = True
+        queued, self._queued = self._queued, []
+        events = queued + self._advance("", is_last=True)
+        self._end_call(is_cut, events)
+        self._writer.finish(events)
+        return events
+
+    def parse(self, text: str, is_cut: bool = False) -> Answer:
+        """Return a whole answer from its text; see `finish` for ``is_cut``.
+
+        Raises:
+            RuntimeError: the parser has finished.
+        """
+        return Answer.from_events(self.feed(text) + self.finish(is_cut))
+
+    def _advance(self, text: str, is_last: bool) -> list[Event]:
+        events: list[Event] = []
+        if self._position > 16 * _KEPT_CHARACTERS:
+            self._buffer = self._buffer[self._position - _KEPT_CHARACTERS :]
+            self._position = _KEPT_CHARACTERS
+        self._buffer += text
+        while self._step(events, is_last):
+            pass
+        return events
+
+    def _step(self, events: list[Event], is_last: bool) -> bool:
+        """Process a part of the text; False if more text is needed."""
+        if self._is_behind_json:
+            return self._close_json(is_last)
+        if self._json is not None:
+            return self._read_json(events)
+        watched = self._watched()
+        first, hold = None, len(self._buffer)
+        for order, (region, is_open) in enumerate(watched):
+            delimiter = region.opens if is_open else region.closes
+            assert delimiter is not None
+            match, start = delimiter.search(self._buffer, self._position, is_last)
+            hold = min(hold, start)
+            if match is not None:
+                key = (match.start(), match.start() - match.end(), not is_open, order)
+                if first is None or key < first[0]:
+                    first = (key, region, is_open, match)
+        if first is not None and first[0][0] < hold:
+            return self._pass(*first[1:], events)
+        end = len(self._buffer) if is_last else hold
+        if end > self._position:
+            self._write(self._buffer[self._position : end], events)
+            self._position = end
+        return False
+
+    def _watched(self) -> list[tuple[RegionForm, bool]]:
+        """Return the tags that may come next, and whether each one opens its region."""
+        if self._region is not None:
+            return [(self._region, False)] if self._region.closes is not None else []
+        watched = [(region, True) for region in self._regions]
+        if self._form.outside is not None and self._form.outside.closes is not None:
+            watched.append((self._form.outside, False))
+        return watched
+
+    def _pass(self, region: RegionForm, is_open: bool, match: Any, events: list[Event]) -> bool:
+        """Process the text before a tag, and the tag."""
+        if match.start() > self._position:
+            self._write(self._buffer[self._position : match.start()], events)
+        is_progress = match.end() > self._position or is_open
+        self._position = match.end()
+        captures = {name: text for name, text in match.groupdict().items() if text is not None}
+        if is_open:
+            self._region, self._tag = region, match[0]
+            self._is_rescuing = False
+            if isinstance(region.calls, JsonCallForm):
+                self._json = JsonCalls(region.calls, captures.get("name"))
+            elif region.calls is not None:
+                self._body = RegionBody(captures)
+            else:
+                self._writer.open(region.kind, events)
+        elif self._region is None:
+            self._is_rescuing = False  # a tag that closes the text outside is dropped
+        elif self._body is not None:
+            self._body.captures.update(captures)
+            self._read_body(match[0], events)
+        else:
+            self._writer.close(events)
+            self._region = None
+        return is_progress
+
+    def _write(self, text: str, events: list[Event]) -> None:
+        """Add text to the open region, or to the text outside."""
+        if self._body is not None:
+            self._body.pieces.append(text)
+        elif self._region is not None:
+            self._writer.write(self._region.kind, text, self._region.is_stripped, events)
+        elif self._form.outside is not None:
+            outside = self._form.outside
+            self._writer.write(outside.kind, text, outside.is_stripped, events)
+        elif self._is_rescuing:
+            self._writer.write(RegionKind.CONTENT, text, True, events)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _read_json(self, events: list[Event]) -> bool:
+        """Read the JSON of a call as far as it goes; False if more text is needed."""
+        assert self._json is not None
+        text = self._buffer[self._position :]
+        if not text:
+            return False
+        new, count = self._json.push(text)
+        self._position += count
+        if new:
+            self._writer.pause(events)
+            events += new
+        if self._json.is_broken:
+            self._give_back(events)
+        elif self._json.is_complete:
+            self._json, self._is_behind_json = None, True
+        else:
+            return False
+        return True
+
+    def _close_json(self, is_last: bool) -> bool:
+        """Skip the tag behind the JSON of a call, if it is there; False if more text is needed."""
+        assert self._region is not None
+        closes = self._region.closes
+        if closes is not None:
+            start = self._position
+            while start < len(self._buffer) and self._buffer[start] in _SPACE:
+                start += 1
+            for position in (self._position, start):
+                match, is_pending = closes.match(self._buffer, position, is_last)
+                if match is not None:
+                    self._position = match.end()
+                    break
+                if is_pending:
+                    return False
+            else:
+                if start == len(self._buffer) and not is_last:
+                    return False
+        self._region, self._is_behind_json = None, False
+        return True
+
+    def _read_body(self, closing: str, events: list[Event]) -> None:
+        """Read the calls of a region that has closed."""
+        assert self._region is not None and self._body is not None
+        assert isinstance(self._region.calls, ParsedCallForm)
+        text = "".join(self._body.pieces)
+        try:
+            calls = self._region.calls.read(text, self._body.captures, self._tools)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            self._give_back(events, text + closing)
+            return
+        self._writer.pause(events)
+        for name, arguments in calls:
+            events.append(RegionOpened(RegionKind.TOOL_CALL, name))
+            events.append(RegionGrew(RegionKind.TOOL_CALL, arguments))
+            events.append(RegionClosed(RegionKind.TOOL_CALL))
+        self._region = self._body = None
+
+    def _give_back(self, events: list[Event], text: str = "") -> None:
+        """Turn a call that does not parse into content."""
+        if self._json is not None:
+            if self._json.is_open:
+                events.append(RegionClosed(RegionKind.TOOL_CALL, is_complete=False))
+            text = self._json.rest()
+        tag = "" if self._json is not None and self._json.has_calls else self._tag
+        self._region = self._json = self._body = None
+        self._is_rescuing = True
+        self._writer.write(RegionKind.CONTENT, tag + text, True, events)
+
+    def _end_call(self, is_cut: bool, events: list[Event]) -> None:
+        """End a call that is open where the text ends."""
+        if self._json is not None:
+            if not is_cut or not (self._tag or self._json.is_open):
+                self._give_back(events)
+            elif self._json.is_open:
+                events.append(RegionClosed(RegionKind.TOOL_CALL, is_complete=False))
+        elif self._body is not None and not is_cut:
+            self._read_body("", events)
+
+
+class _TextWriter:
+    """A writer of the events of content and reasoning.
+
+    White space next to a tag belongs to the tag, so white space is held until it is known what
+    follows: between two pieces of content it is content.
+    """
+
+    def __init__(self) -> None:
+        self._open: RegionKind | None = None
+        self._content_space = ""  # white space behind the content so far
+        self._thought_space = ""
+        self._has_content = self._has_reasoning = False
+        self._is_behind_tag = False
+
+    def forget(self) -> None:
+        """Forget the text of the prompt, but not that it ends behind a tag."""
+        self._open = None
+        self._content_space = self._thought_space = ""
+        self._has_content = self._has_reasoning = False
+
+    def open(self, kind: RegionKind, events: list[Event]) -> None:
+        """Prepare a region with tags. It is reported when it has text."""
+        if kind is not RegionKind.CONTENT:
+            self.pause(events)
+        self._is_behind_tag = True
+        self._thought_space = ""
+
+    def pause(self, events: list[Event]) -> None:
+        """Close the region that is reported as open, before another one."""
+        if self._open is not None:
+            events.append(RegionClosed(self._open))
+        self._open, self._is_behind_tag = None, True
+
+    def close(self, events: list[Event]) -> None:
+        """Close a region with tags."""
+        if self._open is not RegionKind.CONTENT:
+            self.pause(events)
+        self._is_behind_tag, self._thought_space = True, ""
+
+    def write(self, kind: RegionKind, text: str, is_stripped: bool, events: list[Event]) -> None:
+        """Add text to the content or to the reasoning."""
+        if kind is RegionKind.REASONING:
+            self._write_reasoning(text, is_stripped, events)
+            return
+        text = self._content_space + text
+        body = text.rstrip(_SPACE) if is_stripped else text
+        self._content_space = text[len(body) :]
+        if not body:
+            return
+        if not self._has_content and self._is_behind_tag and is_stripped:
+            body = _without_blank(body)
+        self._has_content = True
+        self._grow(kind, body, events)
+
+    def _write_reasoning(self, text: str, is_stripped: bool, events: list[Event]) -> None:
+        text = self._thought_space + text
+        body = text.rstrip(_SPACE) if is_stripped else text
+        self._thought_space = text[len(body) :]
+        if not body:
+            return
+        if self._open is not RegionKind.REASONING:
+            body = _without_blank(body) if is_stripped else body
+            if self._has_reasoning:
+                body = "\n" + body
+        self._has_reasoning = True
+        self._grow(RegionKind.REASONING, body, events)
+
+    def _grow(self, kind: RegionKind, text: str, events: list[Event]) -> None:
+        if self._open is not kind:
+            if self._open is not None:
+                events.append(RegionClosed(self._open))
+            events.append(RegionOpened(kind))
+            self._open = kind
+        events.append(RegionGrew(kind, text))
+
+    def finish(self, events: list[Event]) -> None:
+        """Return the white space at the end of an answer, if no tag is next to it."""
+        space = self._content_space
+        is_at_end = self._open is RegionKind.CONTENT or not self._is_behind_tag
+        if space and is_at_end:
+            self._grow(RegionKind.CONTENT, space, events)
+        if self._open is not None:
+            events.append(RegionClosed(self._open))
+        self._open = None
+
+
+def _without_blank(text: str) -> str:
+    """Return a text without its blank lines at the start, or without the spaces before it."""
+    body = text.lstrip(_SPACE)
+    blank = text[: len(text) - len(body)]
+    return text[blank.rindex("\n") + 1 :] if "\n" in blank else body

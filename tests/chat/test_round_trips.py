@@ -1,0 +1,43 @@
+"""Render an answer with a published template, and parse it back."""
+
+import pytest
+
+from specjax.chat import Answer, AnswerParser, family_of
+from tests.chat.chats import ANSWERS, PUBLISHED, TOOLS, Published
+from tests.chat.published_templates import TEMPLATES, template
+
+CASES = [
+    pytest.param(published, name, id=f"{published.template}: {name}")
+    for published in PUBLISHED
+    for name in published.cases
+]
+
+
+class WithTemplate:
+    """A tokenizer that has a chat template and nothing else."""
+
+    def __init__(self, chat_template: str) -> None:
+        self.chat_template = chat_template
+
+
+def test_every_template_is_tested() -> None:
+    assert {published.template for published in PUBLISHED} == set(TEMPLATES)
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.template)
+def test_a_template_is_recognized(published: Published) -> None:
+    family = family_of(WithTemplate(template(published.template)))
+    assert family is not None and family.name == published.family
+
+
+@pytest.mark.parametrize(("published", "name"), CASES)
+def test_an_answer_is_read_back(published: Published, name: str) -> None:
+    answer = ANSWERS[name]
+    prompt, text = published.written(answer)
+    parsed = AnswerParser(published.chat_family().form, prompt, TOOLS).parse(text)
+    assert parsed.content == answer.content
+    assert parsed.reasoning == answer.reasoning
+    assert [call.name for call in parsed.tool_calls] == [call.name for call in answer.tool_calls]
+    assert [call.values() for call in parsed.tool_calls] == [
+        call.values() for call in answer.tool_calls
+    ]
