@@ -47,7 +47,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def thinking_switch(tokenizer: Any) -> str | None:
-    """Return the variable of a chat template that switches the model's reasoning; None if none does.
+    """Return the variable of a chat template that switches the reasoning; None if there is none.
 
     A chat is rendered with the variable true and false, and the two texts must differ.
 

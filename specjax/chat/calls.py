@@ -127,6 +127,7 @@ class JsonCalls:
         """Start at the begin of a region; ``name`` is the tool's, if its tag has it."""
         self._form, self._tag_name = form, name
         self._json = JsonReader()
+        self._blank = ""  # the white space before the value
         self._pieces: list[str] = []
         self._depth = 1 if form.is_list else 0
         self._complete_end = 0  # the offset behind the last complete call
@@ -147,26 +148,26 @@ class JsonCalls:
         """
         events: list[Event] = []
         before = self._json.length
-        if before == 0:
-            blank = len(text) - len(text.lstrip(" \t\r\n"))
-            if blank:  # white space before the value is no part of it
-                inner, count = self.push(text[blank:])
-                return inner, count + blank
-        marks = self._json.push(text)
+        value = text if before else text.lstrip(" \t\r\n")
+        blank = len(text) - len(value)
+        self._blank += text[:blank]
+        marks = self._json.push(value)
         count = self._json.length - before
-        self._pieces.append(text[:count])
+        self._pieces.append(value[:count])
         for mark in marks:
             if not self.is_broken:
                 self._mark(mark, events)
-        self.is_broken |= self._json.is_broken
         if not self.is_broken:
+            # What is legal before a broken character has been reported, or is now.
             self._grow(events, self._json.length)
+            self.is_broken |= self._json.is_broken
             self.is_complete = self._json.is_complete
-        return events, count
+        return events, blank + count
 
     def rest(self) -> str:
         """Return the text behind the last complete call."""
-        return self._slice(self._complete_end, self._json.length)
+        rest = self._slice(self._complete_end, self._json.length)
+        return rest if self.has_calls else self._blank + rest
 
     @property
     def has_calls(self) -> bool:

@@ -172,8 +172,8 @@ class JsonReader:
             return self._in_escape(position)
         match = _IN_STRING.match(self._recent, position - self._base)
         assert match is not None
-        if _SURROGATE.search(match[0]):
-            return self._break(position)
+        if (surrogate := _SURROGATE.search(match[0])) is not None:
+            return self._break(position + surrogate.start())
         end = self._base + match.end()
         if match.end() == len(self._recent):
             return end

@@ -231,7 +231,11 @@ class AnswerParser:
             while start < len(self._buffer) and self._buffer[start] in _SPACE:
                 start += 1
             for position in (self._position, start):
-                match, is_pending = closes.match(self._buffer, position, is_last)
+                # At the end of the text, a part of the tag is as good as the whole.
+                match, is_pending = closes.match(self._buffer, position, False)
+                if is_pending and is_last:
+                    self._position = len(self._buffer)
+                    break
                 if match is not None:
                     self._position = match.end()
                     break

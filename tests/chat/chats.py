@@ -72,7 +72,6 @@ class Published:
         ends: what the template writes behind an answer. The end token has no text in an answer.
         cases: the answers that the template writes.
         settings: variables for the template.
-        begins: what the prompt has written of the answer although the chat's text lacks it.
         field: the name of a message's reasoning.
     """
 
@@ -137,6 +136,8 @@ class Published:
 
 _QUESTION = {"role": "user", "content": "Weather? <think> <tool_call> [TOOL_CALLS] <|channel|> {"}
 
+_DEEPSEEK_END = "<\N{FULLWIDTH VERTICAL LINE}end▁of▁sentence\N{FULLWIDTH VERTICAL LINE}>"
+
 _CALLS = ("call", "code", "no arguments", "two calls")
 _ALL = tuple(ANSWERS)
 
@@ -153,11 +154,11 @@ PUBLISHED = [
     Published("mistral_nemo", "mistral_list", ("</s>",), ("text", *_CALLS)),
     Published("mistral_small_3_2", "mistral_named", ("</s>",), ("text", *_CALLS)),
     Published("ministral_3", "mistral_named", ("</s>",), ("text", *_CALLS, "text and calls")),
-    Published("deepseek_v3", "deepseek_v3", ("<｜end▁of▁sentence｜>",), ("text", "two calls")),
+    Published("deepseek_v3", "deepseek_v3", (_DEEPSEEK_END,), ("text", "two calls")),
     Published(
         "deepseek_v3_1",
         "deepseek_v3_1",
-        ("<｜end▁of▁sentence｜>",),
+        (_DEEPSEEK_END,),
         ("text", *_CALLS, "text and calls"),
     ),
     Published(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specjax.chat import Answer, AnswerParser, family_of
+from specjax.chat import AnswerParser, family_of
 from tests.chat.chats import ANSWERS, PUBLISHED, TOOLS, Published
 from tests.chat.published_templates import TEMPLATES, template
 

@@ -1,0 +1,335 @@
+"""The parser of answers: cuts, broken calls, and the rules for white space."""
+
+import random
+from functools import cache
+
+import pytest
+
+from specjax.chat import (
+    Answer,
+    AnswerParser,
+    RegionClosed,
+    RegionGrew,
+    RegionKind,
+    RegionOpened,
+    ToolCall,
+    family_form,
+)
+from specjax.chat import parser as parser_module
+from specjax.chat.forms import Delimiter
+from tests.chat.chats import ANSWERS, PUBLISHED, TOOLS, Published
+
+SLOW = ("llama3_1", "llama3_2", "llama4", "deepseek_v3", "phi4_mini")  # are downloaded
+HERE = [published for published in PUBLISHED if published.template not in SLOW]
+
+
+def _texts(published: Published) -> list[tuple[str, str]]:
+    return _texts_of(published.template)
+
+
+@cache
+def _texts_of(name: str) -> list[tuple[str, str]]:
+    (published,) = (published for published in PUBLISHED if published.template == name)
+    return [published.written(ANSWERS[name]) for name in published.cases]
+
+
+def _streamed(parser: AnswerParser, text: str, rng: random.Random, is_cut: bool = False) -> list:
+    events, position = [], 0
+    longest = rng.choice([1, 3, 12, 200])
+    while position < len(text):
+        count = rng.randint(1, longest)
+        events += parser.feed(text[position : position + count])
+        position += count
+    return events + parser.finish(is_cut)
+
+
+def _joined(events: list) -> list:
+    """Return the events with adjacent growth joined: how a stream differs from a whole answer."""
+    joined: list = []
+    for event in events:
+        if isinstance(event, RegionGrew) and joined and isinstance(joined[-1], RegionGrew):
+            event = RegionGrew(event.kind, joined.pop().text + event.text)
+        joined.append(event)
+    return joined
+
+
+def _check_order(events: list) -> None:
+    """Check that regions open, grow and close one after the other, and are not empty."""
+    region = None
+    for event in events:
+        if isinstance(event, RegionOpened):
+            assert region is None
+            region, size = event.kind, 0
+            assert bool(event.name) == (region is RegionKind.TOOL_CALL)
+        elif isinstance(event, RegionGrew):
+            assert event.kind is region and event.text
+            size += len(event.text)
+        else:
+            assert isinstance(event, RegionClosed) and event.kind is region and size
+            region = None
+    assert region is None
+
+
+def _check_cuts(published: Published, rng: random.Random, count: int) -> None:
+    form = published.chat_family().form
+    texts = _texts(published)
+    for _ in range(count):
+        prompt, text = rng.choice(texts)
+        if rng.random() < 0.5:  # cut, or damaged
+            place = rng.randrange(len(text) + 1)
+            text = text[:place] + rng.choice(["", text[place + 1 :], rng.choice(texts)[1]])
+        is_cut = rng.random() < 0.5
+        whole = AnswerParser(form, prompt, TOOLS)
+        events = whole.feed(text) + whole.finish(is_cut)
+        streamed = _streamed(AnswerParser(form, prompt, TOOLS), text, rng, is_cut)
+        assert _joined(streamed) == _joined(events), (prompt[-20:], text)
+        _check_order(streamed)
+
+
+@pytest.mark.parametrize("published", HERE, ids=lambda published: published.template)
+def test_events_do_not_depend_on_the_cuts(published) -> None:
+    _check_cuts(published, random.Random(published.template), 40)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.template)
+def test_events_do_not_depend_on_ten_thousand_cuts(published) -> None:
+    _check_cuts(published, random.Random(published.template), 10_000)
+
+
+@pytest.mark.parametrize("published", HERE, ids=lambda published: published.template)
+def test_every_prefix_of_an_answer_can_be_parsed(published) -> None:
+    prompt, text = _texts(published)[-1]
+    form = published.chat_family().form
+    growing = AnswerParser(form, prompt, TOOLS)
+    for length in range(len(text) + 1):
+        answer = AnswerParser(form, prompt, TOOLS).parse(text[:length], is_cut=True)
+        assert all(isinstance(call.values(), dict) for call in answer.tool_calls)
+        if length:
+            growing.feed(text[length - 1])
+    assert Answer.from_events(growing.finish()).content == ""
+
+
+def test_a_parser_that_holds_nothing_back_is_noticed(monkeypatch) -> None:
+    def search(self, text, start, is_last):
+        return self.pattern.search(text, start), len(text)
+
+    monkeypatch.setattr(Delimiter, "search", search)
+    with pytest.raises(AssertionError):
+        test_events_do_not_depend_on_the_cuts(HERE[0])
+
+
+def test_white_space_that_is_left_in_the_text_is_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(parser_module, "_without_blank", lambda text: text)
+    with pytest.raises(AssertionError):
+        test_white_space_next_to_tags_belongs_to_the_tags()
+
+
+# --- calls that do not parse ----------------------------------------------------------------------
+
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+
+BROKEN = {
+    "qwen3": [
+        "<tool_call>[1, 2]</tool_call>",
+        '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>',
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": "line\nbreak"}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "no object"}</tool_call>',
+        '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>',
+        "<tool_call>get_weather(city='Oslo')</tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>" + '{"name": "f", "arguments": ' + "[" * 200,
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+    ],
+    "qwen3_5": [
+        "<tool_call>\n<function=f>\nno tags\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=a>1</parameter><parameter=a>2</parameter>"
+        "</function></tool_call>",
+        "<tool_call>" + CALL + "</tool_call>",
+    ],
+    "gemma4": ["<|tool_call>call:f{a:}<tool_call|>", "<|tool_call>call:f{a<tool_call|>"],
+    "mistral_list": ["[TOOL_CALLS]" + CALL, '[TOOL_CALLS] ["f"]', "[TOOL_CALLS]f"],
+    "mistral_named": ["[TOOL_CALLS]f[ARGS]5", "[TOOL_CALLS]f[ARGS][1]", "[TOOL_CALLS]f{}"],
+    "gpt_oss": ["<|channel|>commentary to=functions.f <|constrain|>json<|message|>no JSON"],
+    "llama3": ['{"name": "Bob", "age": 3}', '{"name": "Bob", "parameters": 5}', "[1, 2]"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [(family, text) for family, texts in BROKEN.items() for text in texts]
+)
+def test_a_call_that_does_not_parse_becomes_content(family, text) -> None:
+    before = "" if family == "llama3" else "Well. "
+    answer = AnswerParser(family_form(family)).parse(before + text)
+    assert answer == Answer(before + text)
+    events = _streamed(AnswerParser(family_form(family)), before + text, random.Random(0))
+    _check_order(events)
+    assert Answer.from_events(events) == answer
+
+
+def test_pieces_of_a_broken_call_are_reported_and_then_taken_back() -> None:
+    parser = AnswerParser(family_form("qwen3"))
+    events = parser.feed('<tool_call>{"name": "f", "arguments": {"a": 1')
+    assert events == [
+        RegionOpened(RegionKind.TOOL_CALL, "f"),
+        RegionGrew(RegionKind.TOOL_CALL, '{"a": 1'),
+    ]
+    events += parser.feed("x}}</tool_call>") + parser.finish()
+    assert RegionClosed(RegionKind.TOOL_CALL, is_complete=False) in events
+    broken = '<tool_call>{"name": "f", "arguments": {"a": 1x}}</tool_call>'
+    assert Answer.from_events(events) == Answer(broken)
+
+
+def test_what_follows_a_broken_call_is_parsed() -> None:
+    text = f"<tool_call>[1]</tool_call>\n<tool_call>{CALL}</tool_call>"
+    answer = AnswerParser(family_form("qwen3")).parse(text)
+    call = ToolCall("f", '{"a": 1}')
+    assert answer == Answer("<tool_call>[1]</tool_call>", "", (call,))
+
+
+def test_the_calls_before_a_broken_one_in_a_list_stay() -> None:
+    text = f"[TOOL_CALLS][{CALL}, 5]"
+    answer = AnswerParser(family_form("mistral_list")).parse(text)
+    assert answer == Answer(", 5]", "", (ToolCall("f", '{"a": 1}'),))
+
+
+def test_arguments_may_be_the_text_of_an_object_and_come_first() -> None:
+    text = r'<tool_call>{"arguments": "{\"a\": [1]}", "name": "f"}</tool_call>'
+    answer = AnswerParser(family_form("qwen3")).parse(text)
+    assert answer.tool_calls == (ToolCall("f", '{"a": [1]}'),)
+
+
+def test_a_closing_tag_inside_of_an_argument_does_not_close_the_call() -> None:
+    call = '{"name": "f", "arguments": {"a": "</tool_call><tool_call>"}}'
+    answer = AnswerParser(family_form("qwen3")).parse(f"<tool_call>{call}</tool_call>")
+    assert answer == Answer("", "", (ToolCall("f", '{"a": "</tool_call><tool_call>"}'),))
+
+
+def test_a_closing_tag_inside_of_a_parameter_does_not_close_it() -> None:
+    call = "<function=f>\n<parameter=a>\nx</parameter>\n  y\n</parameter>\n</function>"
+    answer = AnswerParser(family_form("qwen3_5")).parse(f"<tool_call>{call}</tool_call>")
+    assert [call.values() for call in answer.tool_calls] == [{"a": "x</parameter>\n  y"}]
+
+
+def test_arguments_stream_as_the_models_own_characters() -> None:
+    parser = AnswerParser(family_form("qwen3"))
+    pieces = ['<tool_call>{"name":"f","arguments":', '{ "a" :  "', "x", 'y\\n"', " }}", "</tool_call>"]
+    texts = [
+        "".join(event.text for event in parser.feed(piece) if isinstance(event, RegionGrew))
+        for piece in pieces
+    ]
+    assert texts == ["", '{ "a" :  "', "x", 'y\\n"', " }", ""]
+
+
+# --- answers that are cut -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "mistral_list", "gpt_oss", "gemma4"])
+def test_a_limit_inside_a_call_leaves_no_half_call(family) -> None:
+    published = next(published for published in HERE if published.family == family)
+    prompt, text = published.written(ANSWERS["call"])
+    form = published.chat_family().form
+    halves = [
+        AnswerParser(form, prompt, TOOLS).parse(text[:length], is_cut=True)
+        for length in range(len(text))
+    ]
+    complete = [answer for answer in halves if answer.tool_calls]
+    whole = AnswerParser(form, prompt, TOOLS).parse(text)
+    assert all(answer == whole for answer in complete)
+    # What was cut inside the first tag is content: nobody can say that it is one.
+    assert all(len(answer.content) < 80 for answer in halves)
+    assert halves[-1].content == ""
+
+
+def test_a_call_that_the_model_itself_does_not_end_is_content() -> None:
+    text = '<tool_call>{"name": "f", "arg'
+    assert AnswerParser(family_form("qwen3")).parse(text) == Answer(text)
+    assert AnswerParser(family_form("qwen3")).parse(text, is_cut=True) == Answer()
+
+
+def test_json_that_looked_like_a_call_is_content_if_it_is_cut() -> None:
+    text = '{"name": "Bob", "age'
+    assert AnswerParser(family_form("llama3")).parse(text, is_cut=True) == Answer(text)
+
+
+def test_a_stop_string_inside_a_thought_leaves_the_thought() -> None:
+    answer = AnswerParser(family_form("qwen3")).parse("<think>\nOne, two", is_cut=True)
+    assert answer == Answer("", "One, two")
+
+
+def test_a_complete_call_without_its_closing_tag_is_a_call() -> None:
+    answer = AnswerParser(family_form("qwen3")).parse(f"<tool_call>{CALL}", is_cut=True)
+    assert answer.tool_calls == (ToolCall("f", '{"a": 1}'),)
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n a\n\n", "<", "a <thin", "</think>", "</tool_call> a"])
+def test_an_answer_without_tags_is_content_character_by_character(text) -> None:
+    assert AnswerParser(family_form("qwen3")).parse(text) == Answer(text)
+
+
+def test_white_space_next_to_tags_belongs_to_the_tags() -> None:
+    text = f"<think>\n a \n</think>\n\n  b\n\n<tool_call>{CALL}</tool_call>\n"
+    answer = AnswerParser(family_form("qwen3")).parse(text)
+    assert (answer.reasoning, answer.content) == (" a", "  b")
+
+
+def test_white_space_between_pieces_of_content_stays() -> None:
+    text = f"b\n<tool_call>{CALL}</tool_call>\nc \n"
+    assert AnswerParser(family_form("qwen3")).parse(text).content == "b\n\nc \n"
+
+
+def test_an_empty_thought_is_no_region() -> None:
+    parser = AnswerParser(family_form("qwen3"))
+    events = parser.feed("<think>\n\n</think>\n\nHi") + parser.finish()
+    assert {event.kind for event in events} == {RegionKind.CONTENT}
+    assert Answer.from_events(events) == Answer("Hi")
+
+
+def test_the_prompt_may_have_begun_the_thought() -> None:
+    prompt = "<|im_start|>user\n</think> <|im_end|>\n<|im_start|>assistant\n<think>\n"
+    parser = AnswerParser(family_form("qwen3_5"), prompt)
+    assert parser.parse("a</think>b") == Answer("b", "a")
+
+
+def test_tags_in_the_users_text_open_nothing() -> None:
+    prompt = "<|im_start|>user\n<think> <tool_call> {<|im_end|>\n<|im_start|>assistant\n"
+    assert AnswerParser(family_form("qwen3"), prompt).parse("Hi") == Answer("Hi")
+    assert AnswerParser(family_form("qwen3"), "<think>").parse("Hi") == Answer("Hi")
+
+
+def test_the_prompt_may_have_begun_a_call() -> None:
+    prompt = '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {'
+    answer = AnswerParser(family_form("qwen3"), prompt).parse('"a": 1}}\n</tool_call>')
+    assert answer == Answer("", "", (ToolCall("f", '{"a": 1}'),))
+
+
+def test_without_tools_a_call_is_content() -> None:
+    text = '{"name": "f", "parameters": {}}'
+    assert AnswerParser(family_form("llama3")).parse(text).tool_calls
+    assert AnswerParser(family_form("llama3"), with_calls=False).parse(text) == Answer(text)
+
+
+def test_a_parser_that_has_finished_says_so() -> None:
+    parser = AnswerParser(family_form("qwen3"))
+    parser.finish()
+    with pytest.raises(RuntimeError, match="make a new parser"):
+        parser.feed("a")
+    with pytest.raises(RuntimeError, match="make a new parser"):
+        parser.finish()
+
+
+def test_the_buffer_does_not_grow_with_the_text() -> None:
+    parser = AnswerParser(family_form("llama3"))
+    for _ in range(3000):
+        parser.feed("word word ")
+    assert len(parser._buffer) < 10_000
+    assert Answer.from_events(parser.feed('{"name": "f", "parameters": {}}')).tool_calls == ()
