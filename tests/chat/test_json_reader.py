@@ -24,7 +24,9 @@ def _value(rng: random.Random, depth: int = 0) -> Any:
 
 def _damaged(text: str, rng: random.Random) -> str:
     place = rng.randrange(len(text))
-    inserted = rng.choice(["", '"', "}", "]", ",", "x", "1", "e", ".", "-", "\\", " ", ":", "\n", "\t"])
+    inserted = rng.choice(
+        ["", '"', "}", "]", ",", "x", "1", "e", ".", "-", "\\", " ", ":", "\n", "\t"]
+    )
     return text[:place] + inserted + text[place + rng.randrange(2) :]
 
 

@@ -219,7 +219,14 @@ def test_a_closing_tag_inside_of_a_parameter_does_not_close_it() -> None:
 
 def test_arguments_stream_as_the_models_own_characters() -> None:
     parser = AnswerParser(family_form("qwen3"))
-    pieces = ['<tool_call>{"name":"f","arguments":', '{ "a" :  "', "x", 'y\\n"', " }}", "</tool_call>"]
+    pieces = [
+        '<tool_call>{"name":"f","arguments":',
+        '{ "a" :  "',
+        "x",
+        'y\\n"',
+        " }}",
+        "</tool_call>",
+    ]
     texts = [
         "".join(event.text for event in parser.feed(piece) if isinstance(event, RegionGrew))
         for piece in pieces
@@ -271,7 +278,9 @@ def test_a_complete_call_without_its_closing_tag_is_a_call() -> None:
 # --- text ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n a\n\n", "<", "a <thin", "</think>", "</tool_call> a"])
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n a\n\n", "<", "a <thin", "</think>", "</tool_call> a"]
+)
 def test_an_answer_without_tags_is_content_character_by_character(text) -> None:
     assert AnswerParser(family_form("qwen3")).parse(text) == Answer(text)
 
