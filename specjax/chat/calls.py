@@ -39,6 +39,20 @@ class ParsedCallForm:
 
     field: Mapping[str, Any]
 
+    def check(self) -> None:
+        """Refuse, with an InputError, a form that the installed transformers cannot read."""
+        if not _needs_transformers(self.field):
+            return
+        try:
+            _parse_content()
+        except ImportError:
+            from transformers import __version__
+
+            raise InputError(
+                f"transformers {__version__}: it cannot read tool calls in the form"
+                f" {self.field['content']!r}; install transformers>=5.13"
+            ) from None
+
     def read(self, body: str, captures: Mapping[str, str], tools: Tools) -> list[tuple[str, str]]:
         """Return the name and the arguments' JSON text of each call in a region.
 
@@ -248,22 +262,23 @@ _PARSERS = frozenset(
 _WITHOUT_TYPES = frozenset({"xml-inline", "kv-lines"})
 
 
+def _needs_transformers(template_field: Mapping[str, Any]) -> bool:
+    arguments = template_field.get("content_args", {})
+    is_ours = {"json": not arguments, "xml-inline": not arguments.keys() - {"tag_pattern"}}
+    return not is_ours.get(template_field["content"], False)
+
+
 def _parse(body: str, template_field: Mapping[str, Any]) -> Any:
     content, arguments = template_field["content"], template_field.get("content_args", {})
-    if content == "xml-inline" and not arguments.keys() - {"tag_pattern"}:
-        return _tags(body, arguments["tag_pattern"])
-    if content == "json" and not arguments:
-        return json.loads(body)
-    try:
-        from transformers.utils.chat_parsing.content_parsers import parse_content
-    except ImportError:
-        from transformers import __version__
+    if not _needs_transformers(template_field):
+        return _tags(body, arguments["tag_pattern"]) if arguments else json.loads(body)
+    return _parse_content()(body, content, arguments)
 
-        raise InputError(
-            f"transformers {__version__}: it cannot read tool calls in the form {content!r};"
-            " install transformers>=5.13"
-        ) from None
-    return parse_content(body, content, arguments)
+
+def _parse_content() -> Any:
+    from transformers.utils.chat_parsing.content_parsers import parse_content
+
+    return parse_content
 
 
 def _tags(body: str, pattern: str) -> dict[str, str]:

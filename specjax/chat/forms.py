@@ -61,16 +61,15 @@ class Delimiter:
 
     def _may_grow(self, match: Any, text: str) -> bool:
         """Return True if more text could change a match."""
-        if match.end() < len(text) and self.literals:
-            return False
-        if match.end() == match.start():
-            return match.end() == len(text)
+        if self.literals:
+            rest = text[match.start() :]
+            return any(
+                len(literal) > len(rest) and literal.startswith(rest) for literal in self.literals
+            )
         if match.end() < len(text):
             return False
-        if self.literals:
-            return any(
-                literal != match[0] and literal.startswith(match[0]) for literal in self.literals
-            )
+        if match.end() == match.start():
+            return True
         longer = self.pattern.match(text + "\0", match.start())
         return longer is None or longer.span() != match.span() or longer[0] != match[0]
 

@@ -49,6 +49,9 @@ class AnswerParser:
             tools: the tools of the request. Some families write arguments without types, which are
                 then those of the tool's schema.
             with_calls: False if the request has no tools: what looks like a call is content.
+
+        Raises:
+            InputError: the installed transformers is too old to read the family's calls.
         """
         self._form, self._tools = form, tools
         self._regions = tuple(
@@ -56,6 +59,9 @@ class AnswerParser:
             for region in form.regions
             if with_calls or region.kind is not RegionKind.TOOL_CALL
         )
+        for region in self._regions:
+            if isinstance(region.calls, ParsedCallForm):
+                region.calls.check()
         self._buffer, self._position = "", 0
         self._region: RegionForm | None = None  # the region with tags that is open
         self._tag = ""

@@ -129,8 +129,8 @@ def _published(name: str) -> Published:
 
 
 def _texts(published: Published) -> list[tuple[str, str]]:
-    # The server's template of Qwen3.5 loses the indentation of code, and that of Gemma 4 reads names
-    # up to a hyphen.
+    # The server's template of Qwen3.5 loses the indentation of code, and that of Gemma 4 reads a
+    # name up to its first hyphen.
     names = [
         name
         for name in published.cases

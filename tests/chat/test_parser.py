@@ -48,8 +48,9 @@ def _joined(events: list) -> list:
     joined: list = []
     for event in events:
         if isinstance(event, RegionGrew) and joined and isinstance(joined[-1], RegionGrew):
-            event = RegionGrew(event.kind, joined.pop().text + event.text)
-        joined.append(event)
+            joined[-1] = RegionGrew(event.kind, joined[-1].text + event.text)
+        else:
+            joined.append(event)
     return joined
 
 

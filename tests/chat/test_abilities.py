@@ -1,0 +1,65 @@
+"""Whether a template takes tools, and what switches its reasoning."""
+
+from copy import copy
+from typing import Any
+
+import pytest
+
+from specjax import text
+from specjax.chat import takes_tools, thinking_switch
+from tests.chat.published_templates import IN_PACKAGE, TEMPLATES, template
+from tests.conftest import ASSETS
+
+SWITCHES = {
+    "deepseek_v3_1": "enable_thinking",
+    "gemma4": "enable_thinking",
+    "granite3_3": "thinking",
+    "qwen3": "enable_thinking",
+    "qwen3_5": "enable_thinking",
+}
+
+# DeepSeek's template writes calls but no declarations. Phi-4-mini's reads them from the system
+# message.
+WITHOUT_TOOLS = {"deepseek_v3", "deepseek_v3_1", "phi4_mini"}
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Any:
+    return text.load_tokenizer(ASSETS / "target")
+
+
+def _with(embedded: Any, chat_template: str | None) -> Any:
+    tokenizer = copy(embedded)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_published_templates_can_do(name, embedded) -> None:
+    tokenizer = _with(embedded, template(name))
+    assert takes_tools(tokenizer) == (name not in WITHOUT_TOOLS)
+    assert thinking_switch(tokenizer) == SWITCHES.get(name)
+
+
+@pytest.mark.parametrize(
+    "chat_template",
+    [
+        None,
+        "{{ messages[0].content }}",
+        "{{ raise_exception('no') }}",
+        "{% if tools %}x{% endif %}",
+    ],
+)
+def test_other_templates_can_do_nothing(chat_template, embedded) -> None:
+    tokenizer = _with(embedded, chat_template)
+    assert not takes_tools(tokenizer)
+    assert thinking_switch(tokenizer) is None
+
+
+def test_a_variable_that_changes_nothing_is_no_switch(embedded) -> None:
+    tokenizer = _with(embedded, "{% if thinking %}a{% else %}a{% endif %}")
+    assert thinking_switch(tokenizer) is None
+
+
+def test_llamas_templates_are_among_the_downloaded_ones() -> None:
+    assert {"llama3_1", "llama3_2", "llama4"} <= IN_PACKAGE.keys()

@@ -1,0 +1,187 @@
+"""Response templates that are not valid, and those of a tokenizer's own files."""
+
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from specjax import text
+from specjax.chat import (
+    Answer,
+    AnswerParser,
+    ResponseForm,
+    ToolCall,
+    families,
+    family_form,
+    family_of,
+    response_form,
+)
+from specjax.chat import calls as calls_module
+from specjax.errors import InputError
+from tests.chat.published_templates import template
+from tests.conftest import ASSETS
+
+CALLS = {
+    "open": "<call>",
+    "close": "</call>",
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
+
+
+def _template(**fields: Any) -> dict[str, Any]:
+    return {"start_anchor": "Model:", "fields": {"content": {}, **fields}}
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (5, "the template: must be an object"),
+        ({"fields": {"content": {}}}, "start_anchor: is missing"),
+        ({"start_anchor": "a", "fields": {}}, "at least one field"),
+        ({"start_anchor": "a", "extra": 1}, "unknown key 'extra'"),
+        ({"start_anchor": "a", "version": 2, "fields": {"content": {}}}, "version=2: must be 1"),
+        (_template(thinking={}), "only one may have neither"),
+        (_template(thinking={"open": "a", "open_pattern": "b"}), "cannot be given together"),
+        (_template(thinking={"open": ""}), "none of them empty"),
+        (_template(thinking={"open": []}), "none of them empty"),
+        (_template(thinking={"open": 5}), "not a valid response template"),
+        (_template(thinking={"open_pattern": "("}), "missing )"),
+        (_template(thinking={"opens": "a"}), "unknown key 'opens'"),
+        (_template(tool_calls={**CALLS, "content": "yaml"}), "content='yaml'"),
+        (
+            _template(tool_calls={**CALLS, "content": "xml-inline"}),
+            "content_args.tag_pattern: must have the groups",
+        ),
+    ],
+)
+def test_a_template_that_is_not_valid_is_refused(broken, message) -> None:
+    with pytest.raises(InputError, match="response_template: not a valid") as caught:
+        ResponseForm.from_template(broken)
+    assert message in str(caught.value)
+
+
+def test_the_template_of_a_tokenizers_files_comes_first(tmp_path) -> None:
+    tokenizer = text.load_tokenizer(ASSETS / "target")
+    tokenizer.chat_template = template("qwen3")
+    assert response_form(tokenizer) == family_form("qwen3")
+    tokenizer.response_template = _template(tool_calls=CALLS)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = text.load_tokenizer(tmp_path)
+    form = response_form(loaded)
+    assert form is not None
+    answer = AnswerParser(form).parse('a<call>{"name": "f", "arguments": {}}</call>')
+    assert answer == Answer("a", "", (ToolCall("f", "{}"),))
+
+
+def test_a_template_of_a_file_that_is_not_valid_is_refused() -> None:
+    tokenizer = text.load_tokenizer(ASSETS / "target")
+    tokenizer.response_template = {}
+    with pytest.raises(InputError, match="correct it, or remove it"):
+        response_form(tokenizer)
+
+
+def test_a_tokenizer_without_a_template_has_no_family() -> None:
+    tokenizer = text.load_tokenizer(ASSETS / "target")
+    assert family_of(tokenizer) is None and response_form(tokenizer) is None
+
+
+def test_of_several_templates_the_one_with_tools_counts() -> None:
+    tokenizer = text.load_tokenizer(ASSETS / "target")
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": template("mistral_nemo")}
+    family = family_of(tokenizer)
+    assert family is not None and family.name == "mistral_list"
+
+
+def test_a_family_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match=r"no such family.*qwen3"):
+        family_form("qwen33")
+
+
+def test_every_family_has_sources_and_a_title() -> None:
+    assert len({family.title for family in families()}) == len(families())
+    for family in families():
+        assert family.sources and all(source.startswith("https://") for source in family.sources)
+        assert family.signs and all(family.signs)
+
+
+def test_regions_of_unknown_fields_are_content() -> None:
+    form = ResponseForm.from_template(_template(notes={"open": "(", "close": ")"}))
+    assert AnswerParser(form).parse("a(b)c") == Answer("abc")
+
+
+def test_text_outside_of_all_regions_is_dropped_if_the_template_says_so() -> None:
+    fields = {"content": {"open": "[[", "close": "]]"}, "tool_calls": CALLS}
+    form = ResponseForm.from_template({"start_anchor": "Model:", "fields": fields})
+    assert AnswerParser(form).parse("a[[b]]c") == Answer("b")
+    # What follows a call that does not parse is not dropped with it.
+    assert AnswerParser(form).parse("a<call>[1]</call>").content == "<call>[1]</call>"
+
+
+def test_one_of_two_tags_may_begin_with_the_other() -> None:
+    fields = {"thinking": {"open": ["<t>", "<t>\n-"], "close": "</t>"}}
+    form = ResponseForm.from_template(_template(**fields))
+    for pieces in (["<t>\n-a</t>"], ["<t>", "\n", "-", "a</t>"]):
+        parser = AnswerParser(form)
+        events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+        assert Answer.from_events(events) == Answer("", "a")
+
+
+PYTHON_CALLS = {
+    "open": "<call>",
+    "close": "</call>",
+    "content": "python-call-list",
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+    "transform_each": True,
+}
+
+
+def test_calls_in_pythons_form_are_read_when_they_end() -> None:
+    pytest.importorskip(
+        "transformers.utils.chat_parsing", reason="NOT TESTED: transformers is older than 5.13"
+    )
+    form = ResponseForm.from_template(_template(tool_calls=PYTHON_CALLS))
+    answer = AnswerParser(form).parse("<call>[f(a='x', b=[1, True]), g()]</call>")
+    assert [(call.name, call.values()) for call in answer.tool_calls] == [
+        ("f", {"a": "x", "b": [1, True]}),
+        ("g", {}),
+    ]
+    broken = "<call>[f(1)]</call>"
+    assert AnswerParser(form).parse(broken) == Answer(broken)
+
+
+def test_an_older_transformers_is_named(monkeypatch) -> None:
+    name = "transformers.utils.chat_parsing.content_parsers"
+    monkeypatch.setitem(sys.modules, name, None)
+    form = ResponseForm.from_template(_template(tool_calls=PYTHON_CALLS))
+    with pytest.raises(
+        InputError, match=re.escape("'python-call-list'; install transformers>=5.13")
+    ):
+        AnswerParser(form)
+
+
+@pytest.mark.parametrize(
+    ("text_value", "schema", "value"),
+    [
+        ("5", {"type": "integer"}, 5),
+        ("5.0", {"type": "integer"}, 5),
+        ("5.5", {"type": "integer"}, "5.5"),
+        ("5.5", {"type": "number"}, 5.5),
+        ("5", {"type": "string"}, "5"),
+        ("True", {"type": "boolean"}, True),
+        ("true", {"type": "boolean"}, True),
+        ("1", {"type": "boolean"}, "1"),
+        ("true", {"type": "integer"}, "true"),
+        ("None", {"type": ["string", "null"]}, None),
+        ("None", {"type": "string"}, "None"),
+        ("[1]", {"type": "array"}, [1]),
+        ("[1]", {"type": "object"}, "[1]"),
+        ('{"a": 1}', {"anyOf": [{"type": "object"}, {"type": "null"}]}, {"a": 1}),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("x", {}, "x"),
+    ],
+)
+def test_arguments_without_types_are_read_as_the_schema_says(text_value, schema, value) -> None:
+    typed = calls_module._typed(text_value, schema)
+    assert typed == value and type(typed) is type(value)
