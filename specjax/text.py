@@ -25,6 +25,7 @@ from specjax.templates import (
     read_settings,
     renderer,
     settings_of,
+    takes_tools,
     without_settings,
 )
 
@@ -319,17 +320,18 @@ def encode_chat(
     messages: Messages,
     chat_template_kwargs: Settings | None = None,
     end: ChatEnd = "answer",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Return the token ids of a chat in the model's template.
 
     If the template does not know the role ``developer``, these messages become system messages.
     ``chat_template_kwargs`` are variables for the template. They override those that the tokenizer
-    has for all chats (`specjax.templates.with_template`). ``end`` is where the text ends:
-    by default where the answer begins.
+    has for all chats (`specjax.templates.with_template`). ``end`` is where the text ends: by
+    default where the answer begins. ``tools`` are declarations of tools, as in OpenAI's API.
 
     Raises:
         InputError: there are no messages, the tokenizer has no chat template, or the template
-            refuses the messages or the variables, or leaves out a message.
+            refuses the messages or the variables, leaves out a message, or takes no tools.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -350,18 +352,31 @@ def encode_chat(
             "chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt"
             " as text"
         )
-    text = _chat_with(tokenizer, messages, read_settings(chat_template_kwargs or {}), end)
+    if tools and not takes_tools(tokenizer):
+        raise InputError(
+            "tools: the model's chat template takes no tools; leave them out, or describe them in a"
+            " message"
+        )
+    settings = read_settings(chat_template_kwargs or {})
+    text = _chat_with(tokenizer, messages, settings, end, tools)
     _check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _chat_with(tokenizer: Any, messages: Messages, settings: Settings, end: ChatEnd) -> str:
+def _chat_with(
+    tokenizer: Any,
+    messages: Messages,
+    settings: Settings,
+    end: ChatEnd,
+    tools: Sequence[Mapping[str, Any]],
+) -> str:
     """Return the text of a chat; an error names the template's variables if they cause it."""
     try:
-        return _chat_text(renderer(tokenizer, settings, end), messages)
+        return _chat_text(renderer(tokenizer, settings, end, tools or None), messages)
     except InputError as error:
         variables = dict(settings) or settings_of(tokenizer)
-        without = renderer(tokenizer if settings else without_settings(tokenizer), end=end)
+        plain = tokenizer if settings else without_settings(tokenizer)
+        without = renderer(plain, end=end, tools=tools or None)
         if not variables or not _can_write(without, messages):
             raise
         raise InputError(

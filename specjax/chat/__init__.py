@@ -6,9 +6,8 @@ tags of its own. An `AnswerParser` reads that text while it grows. What it reads
 ``specjax/chat/families``.
 """
 
-from specjax.chat.abilities import takes_tools, thinking_switch
 from specjax.chat.events import (
-    Answer,
+    ChatAnswer,
     Event,
     RegionClosed,
     RegionGrew,
@@ -22,9 +21,9 @@ from specjax.chat.parser import AnswerParser
 from specjax.chat.tokens import AnswerText, prompt_text
 
 __all__ = [
-    "Answer",
     "AnswerParser",
     "AnswerText",
+    "ChatAnswer",
     "ChatFamily",
     "Event",
     "RegionClosed",
@@ -38,6 +37,4 @@ __all__ = [
     "family_of",
     "prompt_text",
     "response_form",
-    "takes_tools",
-    "thinking_switch",
 ]

@@ -102,7 +102,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """A whole answer, made of the same events that a stream has.
 
     Attributes:
@@ -111,10 +111,10 @@ class Answer:
         tool_calls: the complete calls, in their order.
 
     Examples:
-        >>> from specjax.chat import Answer, RegionClosed, RegionGrew, RegionKind, RegionOpened
+        >>> from specjax.chat import ChatAnswer, RegionClosed, RegionGrew, RegionKind, RegionOpened
         >>> kind = RegionKind.CONTENT
-        >>> Answer.from_events([RegionOpened(kind), RegionGrew(kind, "Hi"), RegionClosed(kind)])
-        Answer(content='Hi', reasoning='', tool_calls=())
+        >>> ChatAnswer.from_events([RegionOpened(kind), RegionGrew(kind, "Hi"), RegionClosed(kind)])
+        ChatAnswer(content='Hi', reasoning='', tool_calls=())
     """
 
     content: str = ""
@@ -122,7 +122,7 @@ class Answer:
     tool_calls: tuple[ToolCall, ...] = ()
 
     @classmethod
-    def from_events(cls, events: Iterable[Event]) -> "Answer":
+    def from_events(cls, events: Iterable[Event]) -> "ChatAnswer":
         """Return the answer that the events of a whole stream make."""
         content: list[str] = []
         reasoning: list[str] = []

@@ -109,7 +109,7 @@ class ResponseForm:
         >>> fields = {"thinking": thoughts, "content": {}}
         >>> form = ResponseForm.from_template({"start_anchor": "Model:", "fields": fields})
         >>> AnswerParser(form).parse("<think>2 + 2</think>4")
-        Answer(content='4', reasoning='2 + 2', tool_calls=())
+        ChatAnswer(content='4', reasoning='2 + 2', tool_calls=())
     """
 
     regions: tuple[RegionForm, ...]

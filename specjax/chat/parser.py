@@ -4,7 +4,7 @@ from typing import Any
 
 from specjax.chat.calls import JsonCallForm, JsonCalls, ParsedCallForm, RegionBody, Tools
 from specjax.chat.events import (
-    Answer,
+    ChatAnswer,
     Event,
     RegionClosed,
     RegionGrew,
@@ -27,13 +27,13 @@ class AnswerParser:
     character.
 
     Examples:
-        >>> from specjax.chat import Answer, AnswerParser, family_form
+        >>> from specjax.chat import ChatAnswer, AnswerParser, family_form
         >>> parser = AnswerParser(family_form("qwen3"))
         >>> events = parser.feed('<tool_call>\\n{"name": "get_weather", "argu')
         >>> events
         []
         >>> events += parser.feed('ments": {"city": "Oslo"}}\\n</tool_call>') + parser.finish()
-        >>> Answer.from_events(events).tool_calls
+        >>> ChatAnswer.from_events(events).tool_calls
         (ToolCall(name='get_weather', arguments='{"city": "Oslo"}'),)
     """
 
@@ -117,13 +117,13 @@ class AnswerParser:
         self._writer.finish(events)
         return events
 
-    def parse(self, text: str, is_cut: bool = False) -> Answer:
+    def parse(self, text: str, is_cut: bool = False) -> ChatAnswer:
         """Return a whole answer from its text; see `finish` for ``is_cut``.
 
         Raises:
             RuntimeError: the parser has finished.
         """
-        return Answer.from_events(self.feed(text) + self.finish(is_cut))
+        return ChatAnswer.from_events(self.feed(text) + self.finish(is_cut))
 
     def _advance(self, text: str, is_last: bool) -> list[Event]:
         events: list[Event] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specjax.chat import Answer, ChatFamily, ToolCall, families
+from specjax.chat import ChatAnswer, ChatFamily, ToolCall, families
 from tests.chat.published_templates import template
 
 TOOLS = [
@@ -51,14 +51,14 @@ CODE = ToolCall(
 EMPTY = ToolCall("get_weather", "{}")
 
 ANSWERS = {
-    "text": Answer('It rains.\n\n  - much\n  - 日本語 {"a": 1}'),
-    "thought": Answer("4", "2 + 2\n\nis <b>4</b>"),
-    "call": Answer("", "", (WEATHER,)),
-    "code": Answer("", "", (CODE,)),
-    "no arguments": Answer("", "", (EMPTY,)),
-    "two calls": Answer("", "", (WEATHER, CODE)),
-    "text and calls": Answer("I look it up.", "", (CODE, WEATHER)),
-    "thought and call": Answer("", "I need the weather.", (WEATHER,)),
+    "text": ChatAnswer('It rains.\n\n  - much\n  - 日本語 {"a": 1}'),
+    "thought": ChatAnswer("4", "2 + 2\n\nis <b>4</b>"),
+    "call": ChatAnswer("", "", (WEATHER,)),
+    "code": ChatAnswer("", "", (CODE,)),
+    "no arguments": ChatAnswer("", "", (EMPTY,)),
+    "two calls": ChatAnswer("", "", (WEATHER, CODE)),
+    "text and calls": ChatAnswer("I look it up.", "", (CODE, WEATHER)),
+    "thought and call": ChatAnswer("", "I need the weather.", (WEATHER,)),
 }
 
 
@@ -86,7 +86,7 @@ class Published:
         """Return the text of a chat up to the answer."""
         return self._render([_QUESTION], add_generation_prompt=True)
 
-    def written(self, answer: Answer) -> tuple[str, str]:
+    def written(self, answer: ChatAnswer) -> tuple[str, str]:
         """Return the text of a prompt, and the text of an answer to it."""
         prompt = self.prompt()
         chat = self._render([_QUESTION, self._message(answer)], add_generation_prompt=False)
@@ -104,7 +104,7 @@ class Published:
         (family,) = (family for family in families() if family.name == self.family)
         return family
 
-    def _message(self, answer: Answer) -> dict[str, Any]:
+    def _message(self, answer: ChatAnswer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.content}
         if answer.reasoning:
             message[self.field] = answer.reasoning

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from specjax.chat import Answer, AnswerParser, AnswerText, family_form
+from specjax.chat import AnswerParser, AnswerText, ChatAnswer, family_form
 from tests.grammars.published_tokenizers import or_skip
 
 _REQUIREMENT = "openai-harmony==0.0.8"
@@ -107,7 +107,7 @@ def _expected(messages: list[Any]) -> tuple[str, str, list[tuple[str, Any]]]:
 
 def _parsed(
     tokenizer: Any, tokens: list[int], rng: random.Random
-) -> tuple[Answer, list[tuple[str, Any]]]:
+) -> tuple[ChatAnswer, list[tuple[str, Any]]]:
     form = family_form("gpt_oss")
     prompt = tokenizer.encode("<|start|>user<|message|>Hi<|end|><|start|>assistant")
     text, parser = AnswerText(tokenizer, form, prompt), AnswerParser(form)
@@ -117,7 +117,7 @@ def _parsed(
         events += parser.feed(text.push(tokens[position : position + count]))
         position += count
     events += parser.feed(text.push([], last=True))
-    answer = Answer.from_events(events + parser.finish())
+    answer = ChatAnswer.from_events(events + parser.finish())
     return answer, [(call.name, call.values()) for call in answer.tool_calls]
 
 

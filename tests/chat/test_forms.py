@@ -8,8 +8,8 @@ import pytest
 
 from specjax import text
 from specjax.chat import (
-    Answer,
     AnswerParser,
+    ChatAnswer,
     ResponseForm,
     ToolCall,
     families,
@@ -72,7 +72,7 @@ def test_the_template_of_a_tokenizers_files_comes_first(tmp_path) -> None:
     form = response_form(loaded)
     assert form is not None
     answer = AnswerParser(form).parse('a<call>{"name": "f", "arguments": {}}</call>')
-    assert answer == Answer("a", "", (ToolCall("f", "{}"),))
+    assert answer == ChatAnswer("a", "", (ToolCall("f", "{}"),))
 
 
 def test_a_template_of_a_file_that_is_not_valid_is_refused() -> None:
@@ -108,13 +108,13 @@ def test_every_family_has_sources_and_a_title() -> None:
 
 def test_regions_of_unknown_fields_are_content() -> None:
     form = ResponseForm.from_template(_template(notes={"open": "(", "close": ")"}))
-    assert AnswerParser(form).parse("a(b)c") == Answer("abc")
+    assert AnswerParser(form).parse("a(b)c") == ChatAnswer("abc")
 
 
 def test_text_outside_of_all_regions_is_dropped_if_the_template_says_so() -> None:
     fields = {"content": {"open": "[[", "close": "]]"}, "tool_calls": CALLS}
     form = ResponseForm.from_template({"start_anchor": "Model:", "fields": fields})
-    assert AnswerParser(form).parse("a[[b]]c") == Answer("b")
+    assert AnswerParser(form).parse("a[[b]]c") == ChatAnswer("b")
     # What follows a call that does not parse is not dropped with it.
     assert AnswerParser(form).parse("a<call>[1]</call>").content == "<call>[1]</call>"
 
@@ -125,7 +125,7 @@ def test_one_of_two_tags_may_begin_with_the_other() -> None:
     for pieces in (["<t>\n-a</t>"], ["<t>", "\n", "-", "a</t>"]):
         parser = AnswerParser(form)
         events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
-        assert Answer.from_events(events) == Answer("", "a")
+        assert ChatAnswer.from_events(events) == ChatAnswer("", "a")
 
 
 PYTHON_CALLS = {
@@ -148,7 +148,7 @@ def test_calls_in_pythons_form_are_read_when_they_end() -> None:
         ("g", {}),
     ]
     broken = "<call>[f(1)]</call>"
-    assert AnswerParser(form).parse(broken) == Answer(broken)
+    assert AnswerParser(form).parse(broken) == ChatAnswer(broken)
 
 
 def test_an_older_transformers_is_named(monkeypatch) -> None:

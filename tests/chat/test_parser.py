@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 
 from specjax.chat import (
-    Answer,
     AnswerParser,
+    ChatAnswer,
     RegionClosed,
     RegionGrew,
     RegionKind,
@@ -108,7 +108,7 @@ def test_every_prefix_of_an_answer_can_be_parsed(published) -> None:
         assert all(isinstance(call.values(), dict) for call in answer.tool_calls)
         if length:
             growing.feed(text[length - 1])
-    assert Answer.from_events(growing.finish()).content == ""
+    assert ChatAnswer.from_events(growing.finish()).content == ""
 
 
 def test_a_parser_that_holds_nothing_back_is_noticed(monkeypatch) -> None:
@@ -168,10 +168,10 @@ BROKEN = {
 def test_a_call_that_does_not_parse_becomes_content(family, text) -> None:
     before = "" if family == "llama3" else "Well. "
     answer = AnswerParser(family_form(family)).parse(before + text)
-    assert answer == Answer(before + text)
+    assert answer == ChatAnswer(before + text)
     events = _streamed(AnswerParser(family_form(family)), before + text, random.Random(0))
     _check_order(events)
-    assert Answer.from_events(events) == answer
+    assert ChatAnswer.from_events(events) == answer
 
 
 def test_pieces_of_a_broken_call_are_reported_and_then_taken_back() -> None:
@@ -184,20 +184,20 @@ def test_pieces_of_a_broken_call_are_reported_and_then_taken_back() -> None:
     events += parser.feed("x}}</tool_call>") + parser.finish()
     assert RegionClosed(RegionKind.TOOL_CALL, is_complete=False) in events
     broken = '<tool_call>{"name": "f", "arguments": {"a": 1x}}</tool_call>'
-    assert Answer.from_events(events) == Answer(broken)
+    assert ChatAnswer.from_events(events) == ChatAnswer(broken)
 
 
 def test_what_follows_a_broken_call_is_parsed() -> None:
     text = f"<tool_call>[1]</tool_call>\n<tool_call>{CALL}</tool_call>"
     answer = AnswerParser(family_form("qwen3")).parse(text)
     call = ToolCall("f", '{"a": 1}')
-    assert answer == Answer("<tool_call>[1]</tool_call>", "", (call,))
+    assert answer == ChatAnswer("<tool_call>[1]</tool_call>", "", (call,))
 
 
 def test_the_calls_before_a_broken_one_in_a_list_stay() -> None:
     text = f"[TOOL_CALLS][{CALL}, 5]"
     answer = AnswerParser(family_form("mistral_list")).parse(text)
-    assert answer == Answer(", 5]", "", (ToolCall("f", '{"a": 1}'),))
+    assert answer == ChatAnswer(", 5]", "", (ToolCall("f", '{"a": 1}'),))
 
 
 def test_arguments_may_be_the_text_of_an_object_and_come_first() -> None:
@@ -209,7 +209,7 @@ def test_arguments_may_be_the_text_of_an_object_and_come_first() -> None:
 def test_a_closing_tag_inside_of_an_argument_does_not_close_the_call() -> None:
     call = '{"name": "f", "arguments": {"a": "</tool_call><tool_call>"}}'
     answer = AnswerParser(family_form("qwen3")).parse(f"<tool_call>{call}</tool_call>")
-    assert answer == Answer("", "", (ToolCall("f", '{"a": "</tool_call><tool_call>"}'),))
+    assert answer == ChatAnswer("", "", (ToolCall("f", '{"a": "</tool_call><tool_call>"}'),))
 
 
 def test_a_closing_tag_inside_of_a_parameter_does_not_close_it() -> None:
@@ -257,18 +257,18 @@ def test_a_limit_inside_a_call_leaves_no_half_call(family) -> None:
 
 def test_a_call_that_the_model_itself_does_not_end_is_content() -> None:
     text = '<tool_call>{"name": "f", "arg'
-    assert AnswerParser(family_form("qwen3")).parse(text) == Answer(text)
-    assert AnswerParser(family_form("qwen3")).parse(text, is_cut=True) == Answer()
+    assert AnswerParser(family_form("qwen3")).parse(text) == ChatAnswer(text)
+    assert AnswerParser(family_form("qwen3")).parse(text, is_cut=True) == ChatAnswer()
 
 
 def test_json_that_looked_like_a_call_is_content_if_it_is_cut() -> None:
     text = '{"name": "Bob", "age'
-    assert AnswerParser(family_form("llama3")).parse(text, is_cut=True) == Answer(text)
+    assert AnswerParser(family_form("llama3")).parse(text, is_cut=True) == ChatAnswer(text)
 
 
 def test_a_stop_string_inside_a_thought_leaves_the_thought() -> None:
     answer = AnswerParser(family_form("qwen3")).parse("<think>\nOne, two", is_cut=True)
-    assert answer == Answer("", "One, two")
+    assert answer == ChatAnswer("", "One, two")
 
 
 def test_a_complete_call_without_its_closing_tag_is_a_call() -> None:
@@ -283,7 +283,7 @@ def test_a_complete_call_without_its_closing_tag_is_a_call() -> None:
     "text", ["", " ", "\n a\n\n", "<", "a <thin", "</think>", "</tool_call> a"]
 )
 def test_an_answer_without_tags_is_content_character_by_character(text) -> None:
-    assert AnswerParser(family_form("qwen3")).parse(text) == Answer(text)
+    assert AnswerParser(family_form("qwen3")).parse(text) == ChatAnswer(text)
 
 
 def test_white_space_next_to_tags_belongs_to_the_tags() -> None:
@@ -301,31 +301,31 @@ def test_an_empty_thought_is_no_region() -> None:
     parser = AnswerParser(family_form("qwen3"))
     events = parser.feed("<think>\n\n</think>\n\nHi") + parser.finish()
     assert {event.kind for event in events} == {RegionKind.CONTENT}
-    assert Answer.from_events(events) == Answer("Hi")
+    assert ChatAnswer.from_events(events) == ChatAnswer("Hi")
 
 
 def test_the_prompt_may_have_begun_the_thought() -> None:
     prompt = "<|im_start|>user\n</think> <|im_end|>\n<|im_start|>assistant\n<think>\n"
     parser = AnswerParser(family_form("qwen3_5"), prompt)
-    assert parser.parse("a</think>b") == Answer("b", "a")
+    assert parser.parse("a</think>b") == ChatAnswer("b", "a")
 
 
 def test_tags_in_the_users_text_open_nothing() -> None:
     prompt = "<|im_start|>user\n<think> <tool_call> {<|im_end|>\n<|im_start|>assistant\n"
-    assert AnswerParser(family_form("qwen3"), prompt).parse("Hi") == Answer("Hi")
-    assert AnswerParser(family_form("qwen3"), "<think>").parse("Hi") == Answer("Hi")
+    assert AnswerParser(family_form("qwen3"), prompt).parse("Hi") == ChatAnswer("Hi")
+    assert AnswerParser(family_form("qwen3"), "<think>").parse("Hi") == ChatAnswer("Hi")
 
 
 def test_the_prompt_may_have_begun_a_call() -> None:
     prompt = '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {'
     answer = AnswerParser(family_form("qwen3"), prompt).parse('"a": 1}}\n</tool_call>')
-    assert answer == Answer("", "", (ToolCall("f", '{"a": 1}'),))
+    assert answer == ChatAnswer("", "", (ToolCall("f", '{"a": 1}'),))
 
 
 def test_without_tools_a_call_is_content() -> None:
     text = '{"name": "f", "parameters": {}}'
     assert AnswerParser(family_form("llama3")).parse(text).tool_calls
-    assert AnswerParser(family_form("llama3"), with_calls=False).parse(text) == Answer(text)
+    assert AnswerParser(family_form("llama3"), with_calls=False).parse(text) == ChatAnswer(text)
 
 
 def test_a_parser_that_has_finished_says_so() -> None:
@@ -342,4 +342,4 @@ def test_the_buffer_does_not_grow_with_the_text() -> None:
     for _ in range(3000):
         parser.feed("word word ")
     assert len(parser._buffer) < 10_000
-    assert Answer.from_events(parser.feed('{"name": "f", "parameters": {}}')).tool_calls == ()
+    assert ChatAnswer.from_events(parser.feed('{"name": "f", "parameters": {}}')).tool_calls == ()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specjax.chat import AnswerParser, family_of
+from specjax.chat import AnswerParser, ChatAnswer, ToolCall, family_form, family_of
 from tests.chat.chats import ANSWERS, PUBLISHED, TOOLS, Published
 from tests.chat.published_templates import TEMPLATES, template
 
@@ -41,3 +41,36 @@ def test_an_answer_is_read_back(published: Published, name: str) -> None:
     assert [call.values() for call in parsed.tool_calls] == [
         call.values() for call in answer.tool_calls
     ]
+
+
+MISTRAL_COMMON = {
+    "v3, SentencePiece": (
+        "mistral_list",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich 🎉"}, "id":'
+        ' "call00000"}, {"name": "run-code_v2", "arguments": {}, "id": "call00001"}]',
+    ),
+    "v3 and v7, Tekken": (
+        "mistral_list",
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Zürich 🎉"}, "id":'
+        ' "call00000"}, {"name": "run-code_v2", "arguments": {}, "id": "call00001"}]',
+    ),
+    "v11": (
+        "mistral_named",
+        '[TOOL_CALLS]get_weather[CALL_ID]call00000[ARGS]{"city": "Zürich 🎉"}'
+        "[TOOL_CALLS]run-code_v2[CALL_ID]call00001[ARGS]{}",
+    ),
+    "v13": (
+        "mistral_named",
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Zürich 🎉"}[TOOL_CALLS]run-code_v2[ARGS]{}',
+    ),
+}
+"""Two calls as the package mistral-common 1.13.1 encodes them, by the version of the tokenizer.
+
+That of SentencePiece differs by the space that its decoder writes behind a special token.
+"""
+
+
+@pytest.mark.parametrize(("family", "text"), MISTRAL_COMMON.values(), ids=MISTRAL_COMMON)
+def test_the_calls_of_mistral_common_are_read(family, text) -> None:
+    calls = (ToolCall("get_weather", '{"city": "Zürich 🎉"}'), ToolCall("run-code_v2", "{}"))
+    assert AnswerParser(family_form(family)).parse(text) == ChatAnswer("", "", calls)

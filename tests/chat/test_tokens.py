@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from specjax import text
-from specjax.chat import Answer, AnswerParser, AnswerText, ResponseForm, family_form, prompt_text
+from specjax.chat import (
+    AnswerParser,
+    AnswerText,
+    ChatAnswer,
+    ResponseForm,
+    family_form,
+    prompt_text,
+)
 from tests.chat.chats import ANSWERS, PUBLISHED, TOOLS
 from tests.conftest import ASSETS
 from tests.grammars.published_tokenizers import or_skip
@@ -23,7 +30,7 @@ def tokenizer() -> Any:
 
 def _parsed(
     tokenizer: Any, form: ResponseForm, prompt: list[int], tokens: list[int], rng: random.Random
-) -> Answer:
+) -> ChatAnswer:
     stream = AnswerText(tokenizer, form, prompt)
     parser = AnswerParser(form, prompt_text(tokenizer, prompt), TOOLS)
     events, position = [], 0
@@ -32,7 +39,7 @@ def _parsed(
         events += parser.feed(stream.push(tokens[position : position + count]))
         position += count
     events += parser.feed(stream.push([], last=True)) + parser.finish()
-    return Answer.from_events(events)
+    return ChatAnswer.from_events(events)
 
 
 def _check(tokenizer: Any, templates: tuple[str, ...], seed: int, repeats: int) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from specjax import text
-from specjax.chat import takes_tools, thinking_switch
+from specjax.errors import InputError
+from specjax.templates import takes_tools, thinking_switch
+from tests.chat.chats import TOOLS
 from tests.chat.published_templates import IN_PACKAGE, TEMPLATES, template
 from tests.conftest import ASSETS
 
@@ -63,3 +65,22 @@ def test_a_variable_that_changes_nothing_is_no_switch(embedded) -> None:
 
 def test_llamas_templates_are_among_the_downloaded_ones() -> None:
     assert {"llama3_1", "llama3_2", "llama4"} <= IN_PACKAGE.keys()
+
+
+def test_a_chat_is_encoded_with_its_tools(embedded) -> None:
+    tokenizer = _with(embedded, template("qwen3"))
+    messages = [{"role": "user", "content": "Weather?"}]
+    plain = tokenizer.decode(text.encode_chat(tokenizer, messages))
+    with_tools = tokenizer.decode(text.encode_chat(tokenizer, messages, tools=TOOLS))
+    assert "get_weather" not in plain
+    assert "get_weather" in with_tools and "run-code.v2" in with_tools
+    thoughtless = {"enable_thinking": False}
+    both = tokenizer.decode(text.encode_chat(tokenizer, messages, thoughtless, tools=TOOLS))
+    assert both == with_tools + "<think>\n\n</think>\n\n"
+
+
+def test_a_template_that_takes_no_tools_says_so(embedded) -> None:
+    tokenizer = _with(embedded, template("deepseek_v3_1"))
+    messages = [{"role": "user", "content": "Weather?"}]
+    with pytest.raises(InputError, match="tools: the model's chat template takes no tools"):
+        text.encode_chat(tokenizer, messages, tools=TOOLS)
