@@ -1,4 +1,4 @@
-"""Whether a template takes tools, and what switches its reasoning."""
+"""Tests of what chat templates can do: take tools, and switch the reasoning."""
 
 from copy import copy
 from typing import Any

@@ -95,7 +95,7 @@ class RegionForm:
 
 @dataclass(frozen=True)
 class ResponseForm:
-    """How the answers of a family are written.
+    """The form in which a family writes its answers.
 
     Attributes:
         regions: the regions with tags.

@@ -74,10 +74,10 @@ class AnswerParser:
         self._is_finished = False
         self._read_prompt(form.after_anchor(prompt))
 
-    def _read_prompt(self, begun: str) -> None:
-        if not begun:
+    def _read_prompt(self, start: str) -> None:
+        if not start:
             return
-        events = self._advance(begun, is_last=False)
+        events = self._advance(start, is_last=False)
         self._writer.forget()
         if self._json is not None and self._json.is_open:
             # The prompt began a call. It is the answer's, all of it.

@@ -154,7 +154,7 @@ PUBLISHED = [
     Published("mistral_nemo", "mistral_list", ("</s>",), ("text", *_CALLS)),
     Published("mistral_small_3_2", "mistral_named", ("</s>",), ("text", *_CALLS)),
     Published("ministral_3", "mistral_named", ("</s>",), ("text", *_CALLS, "text and calls")),
-    Published("deepseek_v3", "deepseek_v3", (_DEEPSEEK_END,), ("text", "two calls")),
+    Published("deepseek_v3", "deepseek_v3", (_DEEPSEEK_END,), ("text", *_CALLS)),
     Published(
         "deepseek_v3_1",
         "deepseek_v3_1",

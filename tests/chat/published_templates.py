@@ -45,7 +45,7 @@ def template(name: str) -> str:
     assert match is not None, name
     escapes = {"n": "\n", "t": "\t"}
     return re.sub(
-        r"\\(.)", lambda found: escapes.get(found[1], found[1]), match[1], flags=re.DOTALL
+        r"\\(.)", lambda match: escapes.get(match[1], match[1]), match[1], flags=re.DOTALL
     )
 
 

@@ -25,9 +25,9 @@ _FIRST_SPECIAL = 199_998
 def _bytes_of_characters() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary stands for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + index): byte for index, byte in enumerate(others)
+        chr(256 + index): byte for index, byte in enumerate(unprintable)
     }
 
 
@@ -127,9 +127,9 @@ def test_messages_are_read_as_openai_harmony_reads_them(seed, harmony, tokenizer
     module, encoding = harmony
     rng, call_count = random.Random(seed), 0
     for _ in range(60):
-        written = _messages(module, rng)
+        messages = _messages(module, rng)
         tokens = []
-        for message in written:
+        for message in messages:
             tokens += encoding.render(message)
         tokens = tokens[1 + len(encoding.encode("assistant")) :]  # the prompt ends behind them
         if rng.random() < 0.3:
