@@ -143,6 +143,7 @@ class JsonCalls:
         self._json = JsonReader()
         self._blank = ""  # the white space before the value
         self._pieces: list[str] = []
+        self._newest = 0  # the offset of the last piece
         self._depth = 1 if form.is_list else 0
         self._complete_end = 0  # the offset behind the last complete call
         self.is_broken = self.is_open = self.is_complete = False
@@ -168,6 +169,7 @@ class JsonCalls:
         marks = self._json.push(value)
         count = self._json.length - before
         self._pieces.append(value[:count])
+        self._newest = before
         for mark in marks:
             if not self.is_broken:
                 self._mark(mark, events)
@@ -189,9 +191,9 @@ class JsonCalls:
         return self._complete_end > 0
 
     def _slice(self, start: int, end: int) -> str:
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0][start:end] if self._pieces else ""
+        if start < self._newest:
+            self._pieces, self._newest = ["".join(self._pieces)], 0
+        return self._pieces[-1][start - self._newest : end - self._newest] if self._pieces else ""
 
     def _mark(self, mark: JsonMark, events: list[Event]) -> None:
         if len(mark.path) < self._depth:
@@ -284,14 +286,17 @@ def _parse_content() -> Any:
 def _tags(body: str, pattern: str) -> dict[str, str]:
     """Return the values of tags by key; all of the body must be tags."""
     values: dict[str, str] = {}
-    end = 0
-    for match in re.finditer(pattern, body, re.DOTALL):
-        if match["key"] in values or body[end : match.start()].strip():
+    tag, end = re.compile(pattern, re.DOTALL), len(body.rstrip())
+    position = len(body) - len(body.lstrip())
+    while position < end:
+        # Tags are matched one behind the other. A search would begin again at each tag that has no
+        # end, in quadratic time.
+        match = tag.match(body, position)
+        if match is None or match.end() == position or match["key"] in values:
             raise ValueError("text between the tags, or a key twice")
         values[match["key"]] = match["value"]
-        end = match.end()
-    if body[end:].strip():
-        raise ValueError("text behind the tags")
+        position = match.end()
+        position += len(body[position:]) - len(body[position:].lstrip())
     return values
 
 

@@ -14,6 +14,9 @@ from specjax.chat.events import (
 from specjax.chat.forms import RegionForm, ResponseForm
 
 _SPACE = " \t\r\n"
+_MOST_SPACE = 64
+"""The number of white-space characters that may stand between the JSON of a call and its tag."""
+
 _KEPT_CHARACTERS = 256
 """The number of characters before the newest ones that stay, for expressions that look back."""
 
@@ -234,7 +237,8 @@ class AnswerParser:
         closes = self._region.closes
         if closes is not None:
             start = self._position
-            while start < len(self._buffer) and self._buffer[start] in _SPACE:
+            last = min(len(self._buffer), start + _MOST_SPACE)
+            while start < last and self._buffer[start] in _SPACE:
                 start += 1
             for position in (self._position, start):
                 # At the end of the text, a part of the tag is as good as the whole.
@@ -248,7 +252,7 @@ class AnswerParser:
                 if is_pending:
                     return False
             else:
-                if start == len(self._buffer) and not is_last:
+                if start == len(self._buffer) < self._position + _MOST_SPACE and not is_last:
                     return False
         self._region, self._is_behind_json = None, False
         return True
@@ -301,15 +305,19 @@ class _TextWriter:
 
     def __init__(self) -> None:
         self._open: RegionKind | None = None
-        self._content_space = ""  # white space behind the content so far
-        self._thought_space = ""
+        # White space behind the content and the reasoning so far, in pieces.
+        self._space: dict[RegionKind, list[str]] = {
+            RegionKind.CONTENT: [],
+            RegionKind.REASONING: [],
+        }
         self._has_content = self._has_reasoning = False
         self._is_behind_tag = False
 
     def forget(self) -> None:
         """Forget the text of the prompt, but not that it ends behind a tag."""
         self._open = None
-        self._content_space = self._thought_space = ""
+        for pieces in self._space.values():
+            pieces.clear()
         self._has_content = self._has_reasoning = False
 
     def open(self, kind: RegionKind, events: list[Event]) -> None:
@@ -317,7 +325,7 @@ class _TextWriter:
         if kind is not RegionKind.CONTENT:
             self.pause(events)
         self._is_behind_tag = True
-        self._thought_space = ""
+        self._space[RegionKind.REASONING].clear()
 
     def pause(self, events: list[Event]) -> None:
         """Close the region that is reported as open, before another one."""
@@ -329,35 +337,27 @@ class _TextWriter:
         """Close a region with tags."""
         if self._open is not RegionKind.CONTENT:
             self.pause(events)
-        self._is_behind_tag, self._thought_space = True, ""
+        self._is_behind_tag = True
+        self._space[RegionKind.REASONING].clear()
 
     def write(self, kind: RegionKind, text: str, is_stripped: bool, events: list[Event]) -> None:
         """Add text to the content or to the reasoning."""
-        if kind is RegionKind.REASONING:
-            self._write_reasoning(text, is_stripped, events)
+        space = self._space[kind]
+        if is_stripped and not text.strip(_SPACE):
+            space.append(text)
             return
-        text = self._content_space + text
+        text = "".join([*space, text])
         body = text.rstrip(_SPACE) if is_stripped else text
-        self._content_space = text[len(body) :]
-        if not body:
-            return
-        if not self._has_content and self._is_behind_tag and is_stripped:
+        space[:] = [text[len(body) :]]
+        is_reasoning = kind is RegionKind.REASONING
+        is_first = self._open is not kind if is_reasoning else not self._has_content
+        if is_first and self._is_behind_tag and is_stripped:
             body = _without_blank(body)
-        self._has_content = True
+        if is_first and is_reasoning and self._has_reasoning:
+            body = "\n" + body
+        self._has_reasoning |= is_reasoning
+        self._has_content |= not is_reasoning
         self._grow(kind, body, events)
-
-    def _write_reasoning(self, text: str, is_stripped: bool, events: list[Event]) -> None:
-        text = self._thought_space + text
-        body = text.rstrip(_SPACE) if is_stripped else text
-        self._thought_space = text[len(body) :]
-        if not body:
-            return
-        if self._open is not RegionKind.REASONING:
-            body = _without_blank(body) if is_stripped else body
-            if self._has_reasoning:
-                body = "\n" + body
-        self._has_reasoning = True
-        self._grow(RegionKind.REASONING, body, events)
 
     def _grow(self, kind: RegionKind, text: str, events: list[Event]) -> None:
         if self._open is not kind:
@@ -369,7 +369,7 @@ class _TextWriter:
 
     def finish(self, events: list[Event]) -> None:
         """Return the white space at the end of an answer, if no tag is next to it."""
-        space = self._content_space
+        space = "".join(self._space[RegionKind.CONTENT])
         is_at_end = self._open is RegionKind.CONTENT or not self._is_behind_tag
         if space and is_at_end:
             self._grow(RegionKind.CONTENT, space, events)

@@ -47,7 +47,7 @@ def prompt_text(tokenizer: Any, prompt: Sequence[int]) -> str:
         >>> from specjax.chat import prompt_text
         >>> tokenizer = specjax.load("embedded").tokenizer
         >>> prompt_text(tokenizer, tokenizer.encode("import os"))
-        'import os'
+        '<|endoftext|>import os'
     """
     return tokenizer.decode(list(prompt), skip_special_tokens=False)
 
