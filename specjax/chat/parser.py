@@ -73,6 +73,7 @@ class AnswerParser:
             if isinstance(region.calls, ParsedCallForm):
                 region.calls.check()
         self._buffer, self._position = "", 0
+        self._empty_tag = -1  # where a tag of no length has opened a region
         self._region: RegionForm | None = None  # the region with tags that is open
         self._tag = ""
         self._json: JsonCalls | None = None
@@ -144,6 +145,7 @@ class AnswerParser:
         events: list[Event] = []
         if self._position > 16 * _KEPT_CHARACTERS:
             self._buffer = self._buffer[self._position - _KEPT_CHARACTERS :]
+            self._empty_tag -= self._position - _KEPT_CHARACTERS
             self._position = _KEPT_CHARACTERS
         self._buffer += text
         while self._step(events, is_last):
@@ -161,7 +163,9 @@ class AnswerParser:
         for order, (region, is_open) in enumerate(watched):
             delimiter = region.opens if is_open else region.closes
             assert delimiter is not None
-            match, start = delimiter.search(self._buffer, self._position, is_last)
+            # A tag of no length opens its region once.
+            first_place = self._position + (is_open and self._position == self._empty_tag)
+            match, start = delimiter.search(self._buffer, first_place, is_last)
             hold = min(hold, start)
             if match is not None:
                 key = (match.start(), match.start() - match.end(), not is_open, order)
@@ -191,6 +195,8 @@ class AnswerParser:
         # A match of no length that closes the text outside of all tags would come again for ever.
         is_progress = match.end() > self._position or self._region is not None or is_open
         self._position = match.end()
+        if is_open and match.start() == match.end():
+            self._empty_tag = match.end()
         captures = {name: text for name, text in match.groupdict().items() if text is not None}
         if is_open:
             self._region, self._tag = region, match[0]

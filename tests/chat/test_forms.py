@@ -106,6 +106,16 @@ def test_every_family_has_sources_and_a_title() -> None:
         assert family.signs and all(family.signs)
 
 
+def test_tags_of_no_length_do_not_open_and_close_for_ever() -> None:
+    fields = {"thinking": {"open_pattern": "(?=b)", "close_pattern": "(?=b|c)"}}
+    form = ResponseForm.from_template(_template(**fields))
+    for pieces in (["abbcb"], list("abbcb")):
+        parser = AnswerParser(form)
+        events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+        answer = ChatAnswer.from_events(events)
+        assert sorted(answer.content + answer.reasoning) == ["a", "b", "b", "b", "c"]
+
+
 def test_regions_of_unknown_fields_are_content() -> None:
     form = ResponseForm.from_template(_template(notes={"open": "(", "close": ")"}))
     assert AnswerParser(form).parse("a(b)c") == ChatAnswer("abc")
