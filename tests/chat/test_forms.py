@@ -161,6 +161,12 @@ def test_calls_in_pythons_form_are_read_when_they_end() -> None:
     assert AnswerParser(form).parse(broken) == ChatAnswer(broken)
 
 
+def test_the_families_need_no_newer_transformers(monkeypatch) -> None:
+    monkeypatch.setattr(calls_module, "_parse_content", None)
+    for family in families():
+        AnswerParser(family.form)
+
+
 def test_an_older_transformers_is_named(monkeypatch) -> None:
     name = "transformers.utils.chat_parsing.content_parsers"
     monkeypatch.setitem(sys.modules, name, None)
@@ -169,6 +175,31 @@ def test_an_older_transformers_is_named(monkeypatch) -> None:
         InputError, match=re.escape("'python-call-list'; install transformers>=5.13")
     ):
         AnswerParser(form)
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("{}", {}),
+        ('{a:<|"|>x<|"|>}', {"a": "x"}),
+        ('{a : <|"|>say "b:1", {c:2} \\n\n<|"|>}', {"a": 'say "b:1", {c:2} \\n\n'}),
+        (
+            "{a:{b:[{c-d:1},null],e:true},f:-1.5}",
+            {"a": {"b": [{"c-d": 1}, None], "e": True}, "f": -1.5},
+        ),
+        ('{<|"|>a<|"|>:"{b:1}"}', {"a": "{b:1}"}),
+        ("{a:b}", None),
+        ("{a:NaN}", None),
+        ('{a:<|"|>x}', None),
+    ],
+)
+def test_gemmas_dialect_of_json_is_read(body, value) -> None:
+    text = f"<|tool_call>call:f{body}<tool_call|>"
+    answer = AnswerParser(family_form("gemma4")).parse(text)
+    if value is None:
+        assert answer == ChatAnswer(text)
+    else:
+        assert [call.values() for call in answer.tool_calls] == [value]
 
 
 @pytest.mark.parametrize(
