@@ -188,16 +188,16 @@ def names_read(tokenizer: Any) -> frozenset[str] | None:
 def renderer(
     tokenizer: Any,
     settings: Settings | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
     end: ChatEnd = "answer",
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Render:
     """Return a function that renders a chat with a tokenizer's template.
 
     Args:
         tokenizer: a tokenizer of transformers with a chat template.
         settings: variables for the template. They override those of the tokenizer.
-        tools: declarations of tools, as in OpenAI's API. None leaves the variable out.
         end: where the text ends.
+        tools: declarations of tools, as in OpenAI's API. None leaves the variable out.
 
     Examples:
         >>> from specjax.templates import renderer
@@ -207,6 +207,8 @@ def renderer(
         'Hello!'
     """
     variables = settings_of(tokenizer) | dict(settings or {})
+    if tools is not None:
+        variables["tools"] = [dict(tool) for tool in tools]
     ending = {
         "add_generation_prompt": end == "answer",
         "continue_final_message": end == "last message",

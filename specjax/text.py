@@ -361,15 +361,15 @@ def encode_chat(
     tokenizer: Any,
     messages: Messages,
     chat_template_kwargs: Settings | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
     end: ChatEnd = "answer",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Return the token ids of a chat in the model's template.
 
     If the template does not know the role ``developer``, these messages become system messages.
     ``chat_template_kwargs`` are variables for the template. They override those that the tokenizer
-    has for all chats (`specjax.templates.with_template`). ``tools`` are declarations of tools, as
-    in OpenAI's API. ``end`` is where the text ends, by default where the answer begins.
+    has for all chats (`specjax.templates.with_template`). ``end`` is where the text ends: by
+    default where the answer begins. ``tools`` are declarations of tools, as in OpenAI's API.
 
     Raises:
         InputError: there are no messages, the tokenizer has no chat template, or the template
@@ -400,7 +400,7 @@ def encode_chat(
             " message"
         )
     settings = read_settings(chat_template_kwargs or {})
-    text = _chat_with(tokenizer, messages, settings, tools or None, end)
+    text = _chat_with(tokenizer, messages, settings, end, tools)
     _check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -409,14 +409,15 @@ def _chat_with(
     tokenizer: Any,
     messages: Messages,
     settings: Settings,
-    tools: Sequence[Mapping[str, Any]] | None,
     end: ChatEnd,
+    tools: Sequence[Mapping[str, Any]],
 ) -> str:
     """Return the text of a chat; an error names the template's variables if they cause it."""
     try:
-        return _chat_text(renderer(tokenizer, settings, tools, end), messages)
+        return _chat_text(renderer(tokenizer, settings, end, tools or None), messages)
     except InputError as error:
-        if end == "last message" and _can_write(renderer(tokenizer, settings, tools), messages):
+        usual = renderer(tokenizer, settings, tools=tools or None)
+        if end == "last message" and _can_write(usual, messages):
             raise InputError(
                 "continue_final_message=true: the model's chat template changes the last message,"
                 " or leaves out a part of it; leave out its reasoning, or give"
@@ -424,7 +425,7 @@ def _chat_with(
             ) from None
         variables = dict(settings) or settings_of(tokenizer)
         plain = tokenizer if settings else without_settings(tokenizer)
-        without = renderer(plain, tools=tools, end=end)
+        without = renderer(plain, end=end, tools=tools or None)
         if not variables or not _can_write(without, messages):
             raise
         raise InputError(

@@ -75,7 +75,7 @@ def test_a_chat_is_encoded_with_its_tools(embedded) -> None:
     assert "get_weather" not in plain
     assert "get_weather" in with_tools and "run-code.v2" in with_tools
     thoughtless = {"enable_thinking": False}
-    both = tokenizer.decode(text.encode_chat(tokenizer, messages, thoughtless, TOOLS))
+    both = tokenizer.decode(text.encode_chat(tokenizer, messages, thoughtless, tools=TOOLS))
     assert both == with_tools + "<think>\n\n</think>\n\n"
 
 

@@ -264,17 +264,48 @@ _PARSERS = frozenset(
 _WITHOUT_TYPES = frozenset({"xml-inline", "kv-lines"})
 
 
+_READ_HERE = {
+    "json": frozenset({"unquoted_keys", "string_delims"}),
+    "xml-inline": frozenset({"tag_pattern"}),
+}
+"""The parsers that need no transformers, and the arguments that they then take."""
+
+
 def _needs_transformers(template_field: Mapping[str, Any]) -> bool:
     arguments = template_field.get("content_args", {})
-    is_ours = {"json": not arguments, "xml-inline": not arguments.keys() - {"tag_pattern"}}
-    return not is_ours.get(template_field["content"], False)
+    readable = _READ_HERE.get(template_field["content"])
+    return readable is None or not arguments.keys() <= readable
 
 
 def _parse(body: str, template_field: Mapping[str, Any]) -> Any:
     content, arguments = template_field["content"], template_field.get("content_args", {})
-    if not _needs_transformers(template_field):
-        return _tags(body, arguments["tag_pattern"]) if arguments else json.loads(body)
-    return _parse_content()(body, content, arguments)
+    if _needs_transformers(template_field):
+        return _parse_content()(body, content, arguments)
+    if content == "xml-inline":
+        return _tags(body, arguments["tag_pattern"])
+    return _json(_plain_json(body, **arguments))
+
+
+def _plain_json(
+    text: str, unquoted_keys: bool = False, string_delims: Sequence[Sequence[str]] = ()
+) -> str:
+    """Return text in a dialect of JSON as JSON.
+
+    Args:
+        text: the text.
+        unquoted_keys: whether keys may be words without quotes.
+        string_delims: pairs of tags that may stand around a string, which has no escapes.
+    """
+    tags = [f"{re.escape(first)}(.*?){re.escape(last)}" for first, last in string_delims]
+    key = [r"(?<=[{,])\s*[\w.\-]+(?=\s*:)"] if unquoted_keys else []
+    quoted = r'"(?:\\.|[^"\\])*"'
+
+    def plain(match: re.Match[str]) -> str:
+        if match.lastindex is not None:
+            return json.dumps(match[match.lastindex])
+        return match[0] if match[0].startswith('"') else json.dumps(match[0].strip())
+
+    return re.sub("|".join([*tags, quoted, *key]), plain, text, flags=re.DOTALL)
 
 
 def _parse_content() -> Any:

@@ -1,5 +1,6 @@
 """The parser of an answer: text that grows becomes regions that open, grow and close."""
 
+import re
 from typing import Any
 
 from specjax.chat.calls import JsonCallForm, JsonCalls, ParsedCallForm, RegionBody, Tools
@@ -14,6 +15,12 @@ from specjax.chat.events import (
 from specjax.chat.forms import RegionForm, ResponseForm
 
 _SPACE = " \t\r\n"
+_FIRST_TAG = re.compile(r"\s*(?:<[^<>\s]{2,40}>|\[/?[A-Z_]{2,40}\]|to=functions\b)")
+"""The first part of a tag that has several, such as ``<|channel|>`` before a channel's name.
+
+gpt-oss may write the name of a tool before the first special token.
+"""
+
 _MOST_SPACE = 64
 """The number of white-space characters that may stand between the JSON of a call and its tag."""
 
@@ -66,6 +73,7 @@ class AnswerParser:
             if isinstance(region.calls, ParsedCallForm):
                 region.calls.check()
         self._buffer, self._position = "", 0
+        self._empty_tag = -1  # where a tag of no length has opened a region
         self._region: RegionForm | None = None  # the region with tags that is open
         self._tag = ""
         self._json: JsonCalls | None = None
@@ -105,8 +113,8 @@ class AnswerParser:
 
         Args:
             is_cut: whether the text ended at a limit or a stop string. A call that it cuts is
-                dropped. If the model itself ended the text there, the call becomes content, as any
-                call that does not parse.
+                dropped, and so is the begin of a tag with a name. If the model itself ended the
+                text there, they become content, as any call that does not parse.
 
         Raises:
             RuntimeError: the parser has finished.
@@ -115,7 +123,12 @@ class AnswerParser:
             raise RuntimeError("AnswerParser.finish: the answer has finished; make a new parser")
         self._is_finished = True
         queued, self._queued = self._queued, []
-        events = queued + self._advance("", is_last=True)
+        events = queued
+        if is_cut and self._region is None and _FIRST_TAG.match(self._buffer, self._position):
+            self._position = len(self._buffer)  # text is held, so it is the begin of a tag
+            self._writer.pause(events)
+            self._writer.pass_tag()
+        events += self._advance("", is_last=True)
         self._end_call(is_cut, events)
         self._writer.finish(events)
         return events
@@ -132,6 +145,7 @@ class AnswerParser:
         events: list[Event] = []
         if self._position > 16 * _KEPT_CHARACTERS:
             self._buffer = self._buffer[self._position - _KEPT_CHARACTERS :]
+            self._empty_tag -= self._position - _KEPT_CHARACTERS
             self._position = _KEPT_CHARACTERS
         self._buffer += text
         while self._step(events, is_last):
@@ -149,7 +163,9 @@ class AnswerParser:
         for order, (region, is_open) in enumerate(watched):
             delimiter = region.opens if is_open else region.closes
             assert delimiter is not None
-            match, start = delimiter.search(self._buffer, self._position, is_last)
+            # A tag of no length opens its region once.
+            first_place = self._position + (is_open and self._position == self._empty_tag)
+            match, start = delimiter.search(self._buffer, first_place, is_last)
             hold = min(hold, start)
             if match is not None:
                 key = (match.start(), match.start() - match.end(), not is_open, order)
@@ -176,8 +192,11 @@ class AnswerParser:
         """Process the text before a tag, and the tag."""
         if match.start() > self._position:
             self._write(self._buffer[self._position : match.start()], events)
-        is_progress = match.end() > self._position or is_open
+        # A match of no length that closes the text outside of all tags would come again for ever.
+        is_progress = match.end() > self._position or self._region is not None or is_open
         self._position = match.end()
+        if is_open and match.start() == match.end():
+            self._empty_tag = match.end()
         captures = {name: text for name, text in match.groupdict().items() if text is not None}
         if is_open:
             self._region, self._tag = region, match[0]
@@ -223,6 +242,8 @@ class AnswerParser:
         if new:
             self._writer.pause(events)
             events += new
+        if self._json.has_calls:
+            self._writer.pass_tag()
         if self._json.is_broken:
             self._give_back(events)
         elif self._json.is_complete:
@@ -272,6 +293,7 @@ class AnswerParser:
             events.append(RegionOpened(RegionKind.TOOL_CALL, name))
             events.append(RegionGrew(RegionKind.TOOL_CALL, arguments))
             events.append(RegionClosed(RegionKind.TOOL_CALL))
+        self._writer.pass_tag()
         self._region = self._body = None
 
     def _give_back(self, events: list[Event], text: str = "") -> None:
@@ -283,17 +305,23 @@ class AnswerParser:
         tag = "" if self._json is not None and self._json.has_calls else self._tag
         self._region = self._json = self._body = None
         self._is_rescuing = True
-        self._writer.write(RegionKind.CONTENT, tag + text, True, events)
+        self._writer.give_back(tag + text, events)
 
     def _end_call(self, is_cut: bool, events: list[Event]) -> None:
         """End a call that is open where the text ends."""
         if self._json is not None:
             if not is_cut or not (self._tag or self._json.is_open):
                 self._give_back(events)
-            elif self._json.is_open:
+                return
+            if self._json.is_open:
                 events.append(RegionClosed(RegionKind.TOOL_CALL, is_complete=False))
-        elif self._body is not None and not is_cut:
+        elif self._body is None:
+            return
+        elif not is_cut:
             self._read_body("", events)
+            return
+        self._writer.pause(events)
+        self._writer.pass_tag()
 
 
 class _TextWriter:
@@ -331,7 +359,18 @@ class _TextWriter:
         """Close the region that is reported as open, before another one."""
         if self._open is not None:
             events.append(RegionClosed(self._open))
-        self._open, self._is_behind_tag = None, True
+        self._open = None
+
+    def pass_tag(self) -> None:
+        """Note that the white space that comes next belongs to a tag."""
+        self._is_behind_tag = True
+
+    def give_back(self, text: str, events: list[Event]) -> None:
+        """Add the text of a call that does not parse to the content, with all its white space."""
+        if not self._has_content and self._is_behind_tag:
+            self._space[RegionKind.CONTENT].clear()
+        if text:
+            self.write(RegionKind.CONTENT, text, False, events)
 
     def close(self, events: list[Event]) -> None:
         """Close a region with tags."""

@@ -106,6 +106,16 @@ def test_every_family_has_sources_and_a_title() -> None:
         assert family.signs and all(family.signs)
 
 
+def test_tags_of_no_length_do_not_open_and_close_for_ever() -> None:
+    fields = {"thinking": {"open_pattern": "(?=b)", "close_pattern": "(?=b|c)"}}
+    form = ResponseForm.from_template(_template(**fields))
+    for pieces in (["abbcb"], list("abbcb")):
+        parser = AnswerParser(form)
+        events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+        answer = ChatAnswer.from_events(events)
+        assert sorted(answer.content + answer.reasoning) == ["a", "b", "b", "b", "c"]
+
+
 def test_regions_of_unknown_fields_are_content() -> None:
     form = ResponseForm.from_template(_template(notes={"open": "(", "close": ")"}))
     assert AnswerParser(form).parse("a(b)c") == ChatAnswer("abc")
@@ -151,6 +161,12 @@ def test_calls_in_pythons_form_are_read_when_they_end() -> None:
     assert AnswerParser(form).parse(broken) == ChatAnswer(broken)
 
 
+def test_the_families_need_no_newer_transformers(monkeypatch) -> None:
+    monkeypatch.setattr(calls_module, "_parse_content", None)
+    for family in families():
+        AnswerParser(family.form)
+
+
 def test_an_older_transformers_is_named(monkeypatch) -> None:
     name = "transformers.utils.chat_parsing.content_parsers"
     monkeypatch.setitem(sys.modules, name, None)
@@ -159,6 +175,31 @@ def test_an_older_transformers_is_named(monkeypatch) -> None:
         InputError, match=re.escape("'python-call-list'; install transformers>=5.13")
     ):
         AnswerParser(form)
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("{}", {}),
+        ('{a:<|"|>x<|"|>}', {"a": "x"}),
+        ('{a : <|"|>say "b:1", {c:2} \\n\n<|"|>}', {"a": 'say "b:1", {c:2} \\n\n'}),
+        (
+            "{a:{b:[{c-d:1},null],e:true},f:-1.5}",
+            {"a": {"b": [{"c-d": 1}, None], "e": True}, "f": -1.5},
+        ),
+        ('{<|"|>a<|"|>:"{b:1}"}', {"a": "{b:1}"}),
+        ("{a:b}", None),
+        ("{a:NaN}", None),
+        ('{a:<|"|>x}', None),
+    ],
+)
+def test_gemmas_dialect_of_json_is_read(body, value) -> None:
+    text = f"<|tool_call>call:f{body}<tool_call|>"
+    answer = AnswerParser(family_form("gemma4")).parse(text)
+    if value is None:
+        assert answer == ChatAnswer(text)
+    else:
+        assert [call.values() for call in answer.tool_calls] == [value]
 
 
 @pytest.mark.parametrize(

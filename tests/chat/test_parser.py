@@ -240,7 +240,10 @@ def test_arguments_stream_as_the_models_own_characters() -> None:
 # --- answers that are cut -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "mistral_list", "gpt_oss", "gemma4"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", "qwen3_5", "mistral_list", "mistral_named", "deepseek_v3_1", "gpt_oss", "gemma4"],
+)
 def test_a_limit_inside_a_call_leaves_no_half_call(family) -> None:
     published = next(published for published in HERE if published.family == family)
     prompt, text = published.written(ANSWERS["call"])
@@ -251,10 +254,14 @@ def test_a_limit_inside_a_call_leaves_no_half_call(family) -> None:
     ]
     complete = [answer for answer in halves if answer.tool_calls]
     whole = AnswerParser(form, prompt, TOOLS).parse(text)
-    assert all(answer == whole for answer in complete)
-    # What was cut inside the first tag is content: nobody can say that it is one.
-    assert all(len(answer.content) < 80 for answer in halves)
-    assert halves[-1].content == ""
+    assert all(answer.tool_calls == whole.tool_calls for answer in complete)
+    # What was cut inside the first word of the tag is content: nobody can say that it is a tag.
+    assert all(len(answer.content) < 22 for answer in halves)
+    assert not any("get" in answer.content for answer in halves)
+    # If the model itself ended the text there, nothing is dropped.
+    for length in range(len(text) if "</think>" not in text else 0):
+        answer = AnswerParser(form, prompt, TOOLS).parse(text[:length])
+        assert answer.tool_calls or answer.content == text[:length]
 
 
 def test_a_call_that_the_model_itself_does_not_end_is_content() -> None:
@@ -297,6 +304,12 @@ def test_white_space_next_to_tags_belongs_to_the_tags() -> None:
 def test_white_space_between_pieces_of_content_stays() -> None:
     text = f"b\n<tool_call>{CALL}</tool_call>\nc \n"
     assert AnswerParser(family_form("qwen3")).parse(text).content == "b\n\nc \n"
+
+
+def test_an_empty_thought_of_a_channel_is_no_region() -> None:
+    text = "<|channel|>analysis<|message|><|channel|>final<|message|>Hi"
+    for is_cut in (False, True):
+        assert AnswerParser(family_form("gpt_oss")).parse(text, is_cut) == ChatAnswer("Hi")
 
 
 def test_an_empty_thought_is_no_region() -> None:
@@ -351,8 +364,8 @@ def _seconds(count: int) -> float:
 
 def test_white_space_that_is_held_costs_linear_time() -> None:
     _seconds(10)
-    short, long = _seconds(500), _seconds(8000)
-    assert long < 16 * 4 * short  # quadratic time would be 256 times as much
+    short, long = _seconds(500), _seconds(4000)
+    assert long < 24 * short  # quadratic time would be 64 times as much
 
 
 def test_the_buffer_does_not_grow_with_the_text() -> None:

@@ -74,3 +74,23 @@ That of SentencePiece differs by the space that its decoder writes behind a spec
 def test_the_calls_of_mistral_common_are_read(family, text) -> None:
     calls = (ToolCall("get_weather", '{"city": "Zürich 🎉"}'), ToolCall("run-code_v2", "{}"))
     assert AnswerParser(family_form(family)).parse(text) == ChatAnswer("", "", calls)
+
+
+DESCRIBED = {
+    "granite3": ["<|tool_call|>[{CALL}, {CALL}]", "<|tool_call|> [{CALL}, {CALL}]"],
+    "phi4_mini": [
+        "functools[{CALL}, {CALL}]",
+        "<|tool_call|>[{CALL}, {CALL}]<|/tool_call|>",
+        "<|tool_call|>{CALL}<|/tool_call|>\n<|tool_call|>{CALL}</|tool_call|>",
+    ],
+}
+"""Two calls in the forms that are described and that no published template writes."""
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [(family, text) for family, texts in DESCRIBED.items() for text in texts]
+)
+def test_calls_in_a_described_form_are_read(family, text) -> None:
+    text = text.replace("{CALL}", '{"name": "f", "arguments": {"a": 1}}')
+    calls = (ToolCall("f", '{"a": 1}'),) * 2
+    assert AnswerParser(family_form(family)).parse(text) == ChatAnswer("", "", calls)
