@@ -213,8 +213,6 @@ def renderer(
         "add_generation_prompt": end == "answer",
         "continue_final_message": end == "last message",
     }
-    if tools is not None:
-        variables["tools"] = [dict(tool) for tool in tools]
 
     def render(messages: Messages) -> str:
         chat = [dict(message) for message in messages]
