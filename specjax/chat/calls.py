@@ -2,9 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import regex
 
 from specjax.chat.events import Event, RegionClosed, RegionGrew, RegionKind, RegionOpened
 from specjax.chat.json_reader import JsonMark, JsonReader, Path
@@ -79,8 +81,10 @@ class ParsedCallForm:
 CallForm = JsonCallForm | ParsedCallForm
 
 
-def read_call_form(template_field: Mapping[str, Any]) -> CallForm:
+def read_call_form(template_field: Mapping[str, Any], captures: Iterable[str] = ()) -> CallForm:
     """Return how the calls of a response template's field are read.
+
+    ``captures`` are the named groups of the tag that opens the region.
 
     Raises:
         ValueError: there is no such parser.
@@ -91,11 +95,11 @@ def read_call_form(template_field: Mapping[str, Any]) -> CallForm:
     if content == "json" and not template_field.get("content_args"):
         is_list = bool(template_field.get("transform_each"))
         paths = _paths(template_field.get("transform"), is_list)
-        if paths is not None:
+        if paths is not None and (paths[1] is not None or "name" in captures):
             return JsonCallForm(*paths, is_list)
     if content == "xml-inline":
         pattern = template_field.get("content_args", {}).get("tag_pattern", "")
-        if not {"key", "value"} <= re.compile(pattern, re.DOTALL).groupindex.keys():
+        if not {"key", "value"} <= regex.compile(pattern).groupindex.keys():
             raise ValueError("content_args.tag_pattern: must have the groups 'key' and 'value'")
     return ParsedCallForm({"content": content, **template_field})
 
@@ -317,7 +321,7 @@ def _parse_content() -> Any:
 def _tags(body: str, pattern: str) -> dict[str, str]:
     """Return the values of tags by key; all of the body must be tags."""
     values: dict[str, str] = {}
-    tag, end = re.compile(pattern, re.DOTALL), len(body.rstrip())
+    tag, end = regex.compile(pattern, regex.DOTALL), len(body.rstrip())
     position = len(body) - len(body.lstrip())
     while position < end:
         # Tags are matched one behind the other. A search would begin again at each tag that has no

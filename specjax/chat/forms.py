@@ -223,7 +223,9 @@ def _region(name: str, field: Any, kind: RegionKind) -> RegionForm:
     opens = _delimiter(field, "open", "open_pattern")
     closes = _delimiter(field, "close", "close_pattern")
     is_stripped = bool(field.get("content_args", {}).get("strip", True))
-    calls = read_call_form(field) if kind is RegionKind.TOOL_CALL else None
+    calls = None
+    if kind is RegionKind.TOOL_CALL:
+        calls = read_call_form(field, () if opens is None else opens.pattern.groupindex)
     return RegionForm(kind, opens, closes, is_stripped, calls)
 
 

@@ -54,6 +54,16 @@ def _template(**fields: Any) -> dict[str, Any]:
             _template(tool_calls={**CALLS, "content": "xml-inline"}),
             "content_args.tag_pattern: must have the groups",
         ),
+        (
+            _template(
+                tool_calls={
+                    **CALLS,
+                    "content": "xml-inline",
+                    "content_args": {"tag_pattern": "(?P<key>"},
+                }
+            ),
+            "missing )",
+        ),
     ],
 )
 def test_a_template_that_is_not_valid_is_refused(broken, message) -> None:
@@ -114,6 +124,19 @@ def test_tags_of_no_length_do_not_open_and_close_for_ever() -> None:
         events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
         answer = ChatAnswer.from_events(events)
         assert sorted(answer.content + answer.reasoning) == ["a", "b", "b", "b", "c"]
+
+
+def test_the_name_of_a_call_may_stand_in_its_closing_tag() -> None:
+    function = {"name": "{name}", "arguments": "{content}"}
+    field = {
+        "open": "<call>",
+        "close_pattern": r"</call (?P<name>\w+)>",
+        "content": "json",
+        "transform": {"type": "function", "function": function},
+    }
+    form = ResponseForm.from_template(_template(tool_calls=field))
+    answer = AnswerParser(form).parse('<call>{"a": 1}</call f>')
+    assert answer == ChatAnswer("", "", (ToolCall("f", '{"a": 1}'),))
 
 
 def test_regions_of_unknown_fields_are_content() -> None:
