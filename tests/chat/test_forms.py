@@ -1,5 +1,6 @@
 """Response templates that are not valid, and those of a tokenizer's own files."""
 
+import json
 import re
 import sys
 from typing import Any
@@ -28,6 +29,12 @@ CALLS = {
     "content": "json",
     "transform": {"type": "function", "function": "{content}"},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Import what loads tokenizers once, in no test's time."""
+    text.load_tokenizer(ASSETS / "target")
 
 
 def _template(**fields: Any) -> dict[str, Any]:
@@ -76,10 +83,14 @@ def test_the_template_of_a_tokenizers_files_comes_first(tmp_path) -> None:
     tokenizer = text.load_tokenizer(ASSETS / "target")
     tokenizer.chat_template = template("qwen3")
     assert response_form(tokenizer) == family_form("qwen3")
-    tokenizer.response_template = _template(tool_calls=CALLS)
-    tokenizer.save_pretrained(tmp_path)
-    loaded = text.load_tokenizer(tmp_path)
-    form = response_form(loaded)
+    text.copy_tokenizer(ASSETS / "target", tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {
+        "response_template": _template(tool_calls=CALLS),
+        "chat_template": template("qwen3"),
+    }
+    file.write_text(json.dumps(config))
+    form = response_form(text.load_tokenizer(tmp_path))
     assert form is not None
     answer = AnswerParser(form).parse('a<call>{"name": "f", "arguments": {}}</call>')
     assert answer == ChatAnswer("a", "", (ToolCall("f", "{}"),))
