@@ -250,7 +250,7 @@ class GrammarChecker:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The result of checking a grammar.
+    """The verdict on a grammar.
 
     Attributes:
         reason: why it is refused; empty: it is not.
