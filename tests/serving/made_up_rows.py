@@ -112,6 +112,7 @@ class MadeUpRows:
         listener,
         owner: str = "",
         tenant: str = "",
+        compiled_grammar: Any = None,
     ):
         if self.error is not None:
             raise self.error

@@ -381,14 +381,14 @@ def test_requests_that_wait_for_one_grammar_take_one_thread_and_compile_it_once(
     """Check that others do not wait, whatever number of requests has a slow grammar."""
     engine = Compiling()
     service = Service(cast(Any, engine), AppOptions(("tiny",)))
-    engine.ready[Regex("known")] = compiled = object()
+    engine.ready[Regex("known")] = compiled_before = object()
 
     async def ask() -> list[Any]:
         slow = [asyncio.ensure_future(asking(service, {"guided_regex": "a"})) for _ in range(100)]
         wrong = [
             asyncio.ensure_future(asking(service, {"guided_regex": "wrong"})) for _ in range(2)
         ]
-        assert await asking(service, {"guided_regex": "known"}) is compiled
+        assert await asking(service, {"guided_regex": "known"}) is compiled_before
         while len(engine.begun) < 2:
             await asyncio.sleep(0.001)
         slow.pop().cancel()  # its client has gone, and the others still wait
@@ -407,7 +407,7 @@ def test_requests_that_wait_for_one_grammar_take_one_thread_and_compile_it_once(
 def test_too_many_grammars_that_wait_are_refused_and_known_ones_are_not() -> None:
     engine = Compiling()
     service = Service(cast(Any, engine), AppOptions(("tiny",)))
-    engine.ready[Regex("known")] = compiled = object()
+    engine.ready[Regex("known")] = compiled_before = object()
 
     async def ask() -> None:
         waiting = [
@@ -418,7 +418,7 @@ def test_too_many_grammars_that_wait_are_refused_and_known_ones_are_not() -> Non
         with pytest.raises(RequestError, match="32 grammars are being compiled") as refused:
             await asking(service, {"guided_regex": "b"})
         assert refused.value.status == 429
-        assert await asking(service, {"guided_regex": "known"}) is compiled
+        assert await asking(service, {"guided_regex": "known"}) is compiled_before
         assert len(engine.begun) <= CONCURRENT  # memory: each may take as much as in the checker
         engine.may_go_on.set()
         await asyncio.gather(*waiting)
