@@ -396,7 +396,7 @@ def test_requests_that_wait_for_one_grammar_take_one_thread_and_compile_it_once(
         engine.may_go_on.set()
         return await asyncio.gather(*slow, *wrong, return_exceptions=True)
 
-    *compiled, first, second = asyncio.run(ask())
+    *compiled, first, second = asyncio.run(asyncio.wait_for(ask(), 30))
     assert len(set(map(id, compiled))) == 1 and len(compiled) == 99
     for error in (first, second):
         assert isinstance(error, RequestError) and error.message == "guided_regex: no"
@@ -423,7 +423,7 @@ def test_too_many_grammars_that_wait_are_refused_and_known_ones_are_not() -> Non
         engine.may_go_on.set()
         await asyncio.gather(*waiting)
 
-    asyncio.run(ask())
+    asyncio.run(asyncio.wait_for(ask(), 30))
 
 
 def test_a_compiled_grammar_stays_with_its_request() -> None:
