@@ -525,6 +525,13 @@ def _budgets(budget: Any, thought_tokens: Sequence[str] | None) -> ThinkingBudge
             )
     if isinstance(budget, list | tuple):
         return [row if row is None else _budgets(row, thought_tokens) for row in budget]  # pyright: ignore[reportReturnType]
+    if isinstance(budget, ThinkingBudget) and thought_tokens is not None:
+        if budget.thought is not None:
+            raise InputError(
+                f"thought_tokens={thought_tokens!r}: the thinking budget has its own; leave one of"
+                " them out"
+            )
+        return replace(budget, thought=thought_tokens)
     if budget is None or isinstance(budget, ThinkingBudget):
         return budget
     return ThinkingBudget(budget, thought_tokens)  # pyright: ignore[reportArgumentType]

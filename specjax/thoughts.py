@@ -28,7 +28,8 @@ def thought_tokens(tokenizer: Any, texts: Sequence[str] | None = None) -> Though
         texts: the two texts that begin and end a thought; None: the tokenizer states them.
 
     Raises:
-        InputError: the tokenizer does not state them, or a text has no tokens.
+        InputError: the tokenizer does not state them, a text has no tokens, or its tokens depend
+            on what stands beside it.
 
     Examples:
         >>> import specjax
@@ -53,7 +54,29 @@ def thought_tokens(tokenizer: Any, texts: Sequence[str] | None = None) -> Though
         raise InputError(
             f"thought_tokens={stated!r}: a text has no tokens; give two texts that have some"
         )
+    for mark, ids in zip(stated, (begin, end), strict=True):
+        if merged := _merged_text(tokenizer, mark, ids):
+            raise InputError(
+                f"thought_tokens={stated!r}: in {merged!r} the tokenizer joins {mark!r} with its"
+                " neighbours, so a thought cannot be told by its tokens; give texts that are added"
+                " tokens"
+            )
     return ThoughtTokens(tuple(begin), tuple(end), _answer_ids(tokenizer, stated[0]))
+
+
+_NEIGHBOURS = ("\n", "\n\n")
+"""What templates write before and after the texts that begin and end a thought."""
+
+
+def _merged_text(tokenizer: Any, mark: str, ids: Sequence[int]) -> str:
+    """Return a text in which ``mark`` has other tokens than ``ids``; empty if there is none."""
+    count = len(ids)
+    for neighbour in _NEIGHBOURS:
+        if encode_continuation(tokenizer, mark + neighbour)[:count] != list(ids):
+            return mark + neighbour
+        if encode_continuation(tokenizer, neighbour + mark)[-count:] != list(ids):
+            return neighbour + mark
+    return ""
 
 
 def encoded(budget: Any, tokenizer: Any) -> Any:

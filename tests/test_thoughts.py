@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 import specjax
 from specjax.errors import InputError
@@ -168,3 +170,37 @@ def test_what_cannot_be_used_is_refused_before_anything_runs() -> None:
         generate("a", thinking_budget=1, thought_tokens="ab")
     with pytest.raises(InputError, match="which ends a thought, may be banned"):
         generate("a", thinking_budget=1, thought_tokens=("import", "os"), bad_words=["os"])
+
+
+def test_texts_that_the_tokenizer_joins_with_a_line_break_are_refused(small) -> None:
+    """Check a tokenizer that splits as those of GPT-4, Llama 3 and Qwen do."""
+    backend = Tokenizer(models.BPE())
+    words = Regex(r" ?[^\s\p{L}\p{N}]+[\r\n]*|\p{L}+|\s+")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    corpus = ["<b>\nx\n</b>\n\ny "] * 20
+    backend.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    joining = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    with pytest.raises(InputError, match=r"in '<b>\\n' the tokenizer joins '<b>'"):
+        thought_tokens(joining, ("<b>", "</b>"))
+    joining.add_tokens(["<b>", "</b>"])
+    thought = thought_tokens(joining, ("<b>", "</b>"))
+    assert (len(thought.begin_ids), len(thought.end_ids)) == (1, 1)
+    assert len(thought_tokens(small, ("<b>", "</b>")).begin_ids) > 1
+
+
+def test_texts_of_thoughts_are_those_of_a_budget_that_has_none() -> None:
+    texts = ("import", " as")
+    options = specjax.pipeline.settings(
+        thinking_budget=[specjax.ThinkingBudget(3), 5, None], thought_tokens=texts
+    )
+    assert options.thinking_budget == [
+        specjax.ThinkingBudget(3, texts),
+        specjax.ThinkingBudget(5, texts),
+        None,
+    ]
+    with pytest.raises(InputError, match=r"thought_tokens=.*: the thinking budget has its own"):
+        specjax.pipeline.settings(
+            thinking_budget=specjax.ThinkingBudget(3, texts), thought_tokens=texts
+        )

@@ -158,10 +158,10 @@ class ConstrainedCalls:
         if seconds > max(of_call, of_row * rows):
             self._pause = min(max(PAUSES[0], 2 * self._pause), PAUSES[1])
             self._pause_left = self._pause
-        elif has_draft:
+        elif has_draft or not self._pause_left:
             self._pause = 0
         else:
-            self._pause_left = max(0, self._pause_left - 1)
+            self._pause_left -= 1
 
     # --- masked steps -----------------------------------------------------------------------------
 

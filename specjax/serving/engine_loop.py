@@ -333,8 +333,8 @@ class EngineLoop:
     def _next_rereads(self) -> list[RereadChunk]:
         """Return the chunks of ended texts to read once more now. It needs the lock.
 
-        There are none before nothing has been to do for `REREAD_AFTER`, or while a client may send
-        a draft at any moment, which would have to wait.
+        There are none until the engine has been idle for `REREAD_AFTER` seconds, or while a client
+        may send a draft at any moment, which would have to wait.
         """
         assert self._idle_since is not None
         if time.monotonic() - self._idle_since < REREAD_AFTER or self.clients.are_drafting:

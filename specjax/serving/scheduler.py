@@ -42,7 +42,7 @@ and requests of others pass them.
 **Rereading.** What decoding wrote is not shared. A text that has ended is read once more instead,
 along the chunks of a prompt, and its chunks become prefixes. That happens only while no request
 waits, is prefilled or runs, and only with pages that are free: no prefix is evicted for it, and no
-request loses anything. No row or page is held between two such chunks.
+request loses a row or pages. No row or page is held between two such chunks.
 """
 
 import time

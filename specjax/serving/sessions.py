@@ -555,7 +555,9 @@ class Sessions:
             return
         # The Opened was lost with its connection, so the client cannot resume the session.
         if before is not None:
-            grammar = before.grammar  # an equal one: a repeated message is the same
+            # A repeated message is the same, and so is its grammar, unless the client is wrong.
+            if before.params == _params_of(message):
+                grammar = before.grammar
             self._end(before)
         try:
             to_end = self._session_to_end(connection.counted_as)

@@ -62,7 +62,7 @@ FACTORS = {n: v for n, v in CALLS.items() if n != "runs in"} | {"execution": EXE
 NEW = {True: 24, False: 12}
 """The largest number of new tokens with the embedded tokenizer, and with a larger one."""
 
-PROMPT, SHARED = 8, 16
+PROMPT, SHARED = 8, 17
 """The longest prompt, and the tokens in front of it that prompts share."""
 
 _WITHOUT_LAYERS = {
@@ -164,7 +164,7 @@ def run_call(number: int, choices: Sequence[Choice]) -> dict[str, Any]:
     """Generate the texts of a call, compare them with the oracle, and return what is found."""
     start, call = time.perf_counter(), calls()[number]
     model = settings.target(call["target"], call["tokenizer"])
-    drafter = settings.drafter(call["drafter"], model, call["draft"])
+    drafter = settings.drafter(call["drafter"], model, call["draft"], call["tokenizer"])
     texts = [_text(choice, number, row) for row, choice in enumerate(choices)]
     in_engine = call["runs in"] == "engine"
     run = _run_engine if in_engine else _run_generate

@@ -208,12 +208,22 @@ DRAFTERS: dict[str, Callable[[Target, DraftShape], Drafter | None]] = {
 SHAPE_NAMES = tuple(SHAPES)
 
 
-def drafter(name: str, model: Target, shape: str) -> Drafter | None:
-    """Return a drafter for a target.
+def drafter(name: str, model: Target, shape: str, tokenizer: str) -> Drafter | None:
+    """Return a drafter for a target with one of `TOKENIZERS`.
+
+    The embedded draft model drafts the tokens that both tokenizers have.
 
     Raises:
         InputError: the target does not support it, or it does not support the shape.
     """
+    if name == "embedded draft model" and tokenizer != "embedded":
+        return DraftModel.from_pretrained(
+            ASSETS / "draft",
+            draft=SHAPES[shape],
+            dtype=np.float32,
+            tokenizer=vocabulary(tokenizer).tokenizer,
+            vocabulary="intersect",
+        )
     built = DRAFTERS[name](model, SHAPES[shape])
     if built is not None:
         built.check(model)

@@ -270,6 +270,7 @@ def test_steps_after_slow_masks_draft_nothing_for_a_while() -> None:
         """Stands for a request, and for a matcher that forces three tokens."""
 
         compiled: Any
+        leaving_rate = None
 
         def begin_step(self) -> None: ...
 
@@ -308,5 +309,8 @@ def test_steps_after_slow_masks_draft_nothing_for_a_while() -> None:
     kind(0.041)
     kind(0.041)
     assert calls._pause_left == 64
-    calls._pause = calls._pause_left = 0
+    # Quick steps without anything to draft end it, too, once it is over.
+    for _ in range(66):
+        calls._record_masks(0.01, 8, has_draft=False)
+    assert (calls._pause, calls._pause_left) == (0, 0)
     assert kind(0.041, rows=16) != "nothing" and not calls._pause_left

@@ -196,7 +196,12 @@ class Service:
                 future.set_exception(CheckerBusyError(busy))
                 return future
             self._grammar_jobs[grammar] = future
-        self._grammar_threads.submit(self._compile, grammar, future)
+        try:
+            self._grammar_threads.submit(self._compile, grammar, future)
+        except RuntimeError as error:  # there is no thread for it
+            with self._grammar_lock:
+                del self._grammar_jobs[grammar]
+            future.set_exception(error)
         return future
 
     def _compile(self, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:

@@ -426,6 +426,19 @@ def test_too_many_grammars_that_wait_are_refused_and_known_ones_are_not() -> Non
     asyncio.run(asyncio.wait_for(ask(), 30))
 
 
+def test_a_grammar_for_which_there_is_no_thread_leaves_nothing_behind(monkeypatch) -> None:
+    service = Service(cast(Any, Compiling()), AppOptions(("tiny",)))
+
+    def submit(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(service._grammar_threads, "submit", submit)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="new thread"):
+            asyncio.run(asyncio.wait_for(asking(service, {"guided_regex": "a"}), 30))
+    assert not service._grammar_jobs
+
+
 def test_a_compiled_grammar_stays_with_its_request() -> None:
     """Check that the texts of a request get what was compiled for it, whatever is forgotten."""
     engine = Compiling()
