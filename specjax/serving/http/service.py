@@ -426,7 +426,7 @@ class Service:
                 tokens = encode_gap(self.engine.tokenizer, prompt, suffix, add_special_tokens)
                 return self.engine.encode(tokens)
         with _as_answers(name):
-            if chat_end != "answer":
+            if chat_end != "answer" and not isinstance(prompt, str):
                 tokens = encode_chat(
                     self.engine.tokenizer, prompt, chat_template_kwargs, end=chat_end
                 )
