@@ -1522,6 +1522,26 @@ CATALOGUE = (
         breaks="A chunk is shared though the token after it differs, which drafters have read with it.",
     ),
     Mutant(
+        name="a-thought-is-one-token-longer",
+        file="specjax/grammars/thoughts.py",
+        old="if not state.is_inside or state.count < self.budget:",
+        new="if not state.is_inside or state.count <= self.budget:",
+        tests=(
+            "tests/grammars/test_thoughts.py::test_masks_along_random_texts_and_trees_are_the_oracles[0]",
+        ),
+        breaks="A thought has a token more than its budget.",
+    ),
+    Mutant(
+        name="a-thought-is-counted-from-the-root",
+        file="specjax/grammars/thoughts.py",
+        old="state = self.thought.step(above, token)",
+        new="state = self.thought.step(self.state, token)",
+        tests=(
+            "tests/grammars/test_thoughts.py::test_masks_along_random_texts_and_trees_are_the_oracles[0]",
+        ),
+        breaks="The tokens of a draft on the path to a node do not count for its thought.",
+    ),
+    Mutant(
         name="tenants-share-prefixes",
         file="specjax/serving/pages.py",
         old="return key if start else (tenant, *key)",
