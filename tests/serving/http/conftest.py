@@ -83,5 +83,7 @@ def _servers(tmp_path_factory) -> Iterator[list[Server]]:
 def server(_servers: list[Server], tmp_path_factory) -> Server:
     """Return the server of all tests, or a new one if a test has ended it."""
     if not _servers or _servers[-1].process.poll() is not None:
-        _servers.append(start_server(tmp_path_factory.mktemp("served")))
+        # VS Code sends a thinking budget, which is refused if the model's thoughts are unknown.
+        thoughts = ("--thought-tokens", "<think>", "</think>")
+        _servers.append(start_server(tmp_path_factory.mktemp("served"), *thoughts))
     return _servers[-1]
