@@ -490,8 +490,8 @@ def _render_chat(render: Render, messages: Messages) -> str:
     )
 
 
-# Templates read the reasoning of a model under one of these names.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""The names under which templates read and write the reasoning of a model."""
 
 
 def _template_forms(messages: Messages) -> Iterator[tuple[Messages, Messages | None]]:
@@ -527,11 +527,15 @@ def _for_template(message: Mapping[str, Any], as_mappings: bool) -> dict[str, An
         result.pop("tool_calls", None)  # some templates only check whether the field exists
         result.setdefault("content", "")
     thought = next(
-        (result[name] for name in _REASONING if isinstance(result.get(name), str) and result[name]),
+        (
+            result[name]
+            for name in REASONING_FIELDS
+            if isinstance(result.get(name), str) and result[name]
+        ),
         None,
     )
     if thought is not None:
-        result = {**dict.fromkeys(_REASONING, thought), **result}
+        result = {**dict.fromkeys(REASONING_FIELDS, thought), **result}
         if calls and "content" in result:
             # gpt-oss's template allows only one of the two in a call, and reads content as
             # reasoning.

@@ -11,10 +11,7 @@ from typing import Any
 from specjax.errors import InputError
 from specjax.grammars import ThinkingBudget, ThoughtTokens
 from specjax.templates import settings_of
-from specjax.text import encode_continuation
-
-FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""The names under which templates read and write a thought."""
+from specjax.text import REASONING_FIELDS, encode_continuation
 
 _QUESTION, _THOUGHT, _ANSWER, _EARLIER = "Question0", "Thought0", "Answer0", "Earlier0"
 """The contents of the messages that a template is tried with."""
@@ -126,7 +123,7 @@ def _of_response_template(tokenizer: Any) -> tuple[str, str] | None:
     """Return the texts of the field of thoughts; None if there is none, or it has patterns."""
     template = getattr(tokenizer, "response_template", None)
     fields = template.get("fields") if isinstance(template, Mapping) else None
-    for name in FIELDS:
+    for name in REASONING_FIELDS:
         field = fields.get(name) if isinstance(fields, Mapping) else None
         if not isinstance(field, Mapping):
             continue
@@ -143,7 +140,7 @@ def _of_chat_template(tokenizer: Any) -> tuple[str, str] | None:
     """Return the texts around the thought in an answer that the chat template writes."""
     question = {"role": "user", "content": _QUESTION}
     answer = {"role": "assistant", "content": _ANSWER}
-    thinking = {**answer, **dict.fromkeys(FIELDS, _THOUGHT)}
+    thinking = {**answer, **dict.fromkeys(REASONING_FIELDS, _THOUGHT)}
     for rendered in _rendered(tokenizer, [question, thinking]):
         before = _between(rendered, _QUESTION, _THOUGHT)
         after = _between(rendered, _THOUGHT, _ANSWER)

@@ -30,6 +30,11 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+def has_bit(words: np.ndarray, token: int) -> bool:
+    """Return whether a mask ``words [ceil(V / 32)]`` allows a token."""
+    return bool(words[token >> 5] >> np.uint32(token & 31) & 1)
+
+
 class Matcher:
     """The position of one text in its grammar. It belongs to one row and one thread.
 
@@ -252,7 +257,7 @@ class Matcher:
             self._write_mask(masks[node])
             for child in children[node]:
                 token = int(tokens[child])
-                if not masks[node][token >> 5] >> np.uint32(token & 31) & 1:
+                if not has_bit(masks[node], token):
                     illegal += 1
                 elif token not in self._stop_ids:
                     started = time.thread_time()
@@ -304,7 +309,7 @@ class Matcher:
 
     def _allows(self, token: int) -> bool:
         """Return whether a token is in the mask."""
-        return bool(self.mask()[token >> 5] >> np.uint32(token & 31) & 1)
+        return has_bit(self.mask(), token)
 
     def forced(self, most: int) -> list[int]:
         """Return up to ``most`` tokens that the grammar forces to come next; often none.

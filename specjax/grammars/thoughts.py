@@ -18,7 +18,7 @@ import numpy as np
 
 from specjax.arguments import is_whole
 from specjax.errors import InputError, ThinkingBudgetError
-from specjax.grammars.matcher import Matcher, mask_words
+from specjax.grammars.matcher import Matcher, has_bit, mask_words
 
 
 class ThoughtState(NamedTuple):
@@ -283,7 +283,7 @@ class BudgetMatcher(Matcher):
                 above = states[parents[node]]
                 if above is None or not drafted[node]:
                     continue
-                if not _has_bit(masks[parents[node]], token):
+                if not has_bit(masks[parents[node]], token):
                     illegal += 1
                     continue
                 if token in self._stops:
@@ -463,7 +463,3 @@ def _extended(sequence: Sequence[int], borders: Sequence[int], matched: int, tok
     while matched and sequence[matched] != token:
         matched = borders[matched - 1]
     return matched + (sequence[matched] == token)
-
-
-def _has_bit(words: np.ndarray, token: int) -> bool:
-    return bool(words[token >> 5] >> np.uint32(token & 31) & 1)

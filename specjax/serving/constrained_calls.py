@@ -22,6 +22,7 @@ from specjax.decoding.constrained import (
 from specjax.decoding.rows import Progress
 from specjax.drafts.draft import Draft
 from specjax.grammars import Matcher
+from specjax.grammars.matcher import has_bit
 from specjax.serving.choice import DraftChoice
 from specjax.serving.constrained_choice import Call, ConstrainedChoice, Leaving, pooled_leaving
 from specjax.serving.device import EngineDevice
@@ -225,7 +226,7 @@ class ConstrainedCalls:
         for row, matcher in enumerate(matchers):
             if matcher is not None and (draft.valid is None or draft.valid[row, 1]):
                 token = int(draft.tokens[row, 1])
-                is_legal = bool(legal[row, 0, token >> 5] >> np.uint32(token & 31) & 1)
+                is_legal = has_bit(legal[row, 0], token)
                 if matcher.leaving_rate is None:
                     self._leaving[snapshot[row][0]].drafted(is_legal)
 

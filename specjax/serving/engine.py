@@ -549,7 +549,7 @@ class Engine:
             InputError: This engine has no grammars, or the grammar cannot be compiled, or the
                 output cannot go on under it.
         """
-        stop_ids = tuple(int(i) for i in settings["stop_token_ids"] if i >= 0)
+        stop_ids = _stop_ids(settings)
         if compiled is None:
             compiled = self.compile_grammar(grammar)
         elif compiled.grammar != grammar:
@@ -593,7 +593,7 @@ class Engine:
         vocab_size = self.target.config.vocab_size
         if (biases := self._biases(params)) is not None:
             budget.check_can_end(biases.bias(vocab_size), biases.words)
-        stop_ids = tuple(int(i) for i in settings["stop_token_ids"] if i >= 0)
+        stop_ids = _stop_ids(settings)
         return budget.matcher(prompt, vocab_size, stop_ids, inner)
 
     def _biases(self, params: SamplingParams) -> TokenBiases | None:
@@ -708,3 +708,8 @@ def _is_tokens(prompt: Any) -> bool:
     return not isinstance(prompt, str) and all(
         isinstance(token, int | np.integer) for token in prompt
     )
+
+
+def _stop_ids(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the stop tokens of a row's settings, without the filler."""
+    return tuple(int(token) for token in settings["stop_token_ids"] if token >= 0)

@@ -370,7 +370,7 @@ CATALOGUE = (
     Mutant(
         name="every-tokenization-of-forced-text-is-legal",
         file="specjax/grammars/matcher.py",
-        old="if not masks[node][token >> 5] >> np.uint32(token & 31) & 1:",
+        old="if not has_bit(masks[node], token):",
         new="if token not in self._stop_ids and not self._takes(token):",
         tests=(
             "tests/grammars/test_matcher.py::test_a_matcher_takes_tokenizations_that_its_mask_does_not",

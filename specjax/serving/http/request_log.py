@@ -18,6 +18,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specjax.serving.handle import Handle
+from specjax.serving.http.places import PROBES
 
 LOGGER = logging.getLogger("specjax.requests")
 """The logger of the lines."""
@@ -28,7 +29,7 @@ Format = Literal["text", "json", "off"]
 HEADER = b"x-request-id"
 
 _ID = re.compile(r"[!-~]{1,128}")
-_QUIET = ("/health", "/ping", "/metrics", "/")
+_QUIET = (*PROBES, "/")
 """Paths that machines ask for all the time. Their lines have the level DEBUG."""
 
 

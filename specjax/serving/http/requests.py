@@ -23,6 +23,7 @@ from specjax.serving.http.errors import RequestError, invalid
 from specjax.serving.http.grammars import PARAMETERS as GRAMMAR_PARAMETERS
 from specjax.serving.http.grammars import read_grammar
 from specjax.templates import ChatEnd, Messages, Settings, read_settings
+from specjax.text import REASONING_FIELDS
 
 MAX_PROMPTS = 64
 """The largest number of prompts of a request."""
@@ -1124,7 +1125,7 @@ def _message(index: int, message: _ChatMessage) -> dict[str, Any]:
         result["tool_calls"] = msgspec.to_builtins(message.tool_calls)
     if message.function_call is not None:
         result["function_call"] = msgspec.to_builtins(message.function_call)
-    for name in ("reasoning_content", "reasoning", "thinking"):
+    for name in REASONING_FIELDS:
         if isinstance(value := getattr(message, name), str) and value:
             result[name] = value
     return result
