@@ -231,6 +231,8 @@ def test_a_prediction_changes_the_time_of_a_constrained_text_alone(drafter, monk
             for index, prompt in enumerate(PROMPTS)
         ]
         results = [list(handle.result(timeout=120).tokens) for handle in handles]
+        # Whether free calls are faster than steps that copy depends on the machine's load.
+        served._loop._constrained.kinds = "masked"
         alone = served.submit(
             PROMPTS[1],
             max_new_tokens=NEW,
