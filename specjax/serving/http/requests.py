@@ -5,12 +5,9 @@ type. So every error names its parameter. Unknown names are ignored, and reporte
 """
 
 import math
-import re
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Annotated, Any, TypeVar, Union, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -19,6 +16,7 @@ from specjax.arguments import LARGEST, LARGEST_FLOAT
 from specjax.errors import InputError
 from specjax.sampling import SAMPLING_NAMES, Sampling
 from specjax.sampling_params import SamplingParams
+from specjax.serving.http.bodies import check_neutral, read_names, read_value, shown, types_of
 from specjax.serving.http.errors import RequestError, invalid
 from specjax.serving.http.grammars import PARAMETERS as GRAMMAR_PARAMETERS
 from specjax.serving.http.grammars import read_grammar
@@ -480,7 +478,7 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
     echo, suffix = bool(fields.echo), fields.suffix or ""
     if suffix and (echo or not isinstance(fields.prompt, str)):
         reason = "it does not go with echo" if echo else "the prompt must be a text"
-        raise invalid("suffix", f"suffix={_shown(suffix)}: {reason}; leave one of them out")
+        raise invalid("suffix", f"suffix={shown(suffix)}: {reason}; leave one of them out")
     # With a suffix the gap may be at the beginning of the text.
     prompts = (str(fields.prompt),) if suffix else _prompts(fields.prompt, limits)
     logprobs = None if fields.logprobs is None else _top_count("logprobs", fields.logprobs, limits)
@@ -528,7 +526,7 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
         logprobs = _top_count("top_logprobs", top_count, limits, asks="logprobs")
     elif top_count:
         raise invalid(
-            "top_logprobs", f"top_logprobs={_shown(top_count)}: it needs logprobs=true; give both"
+            "top_logprobs", f"top_logprobs={shown(top_count)}: it needs logprobs=true; give both"
         )
     if fields.add_special_tokens:
         message = (
@@ -615,9 +613,6 @@ def _chat_end(fields: _ChatFields | _TokenizeFields) -> ChatEnd:
     return "last message"
 
 
-_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_DECODERS: dict[Any, Callable[[Any], Any]] = {}
-
 Fields = TypeVar("Fields", _CompletionFields, _ChatFields, _TokenizeFields, _DetokenizeFields)
 
 
@@ -626,35 +621,32 @@ def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tupl
 
     The model is checked first: a request for another model gets no other error.
     """
-    try:
-        raw = _NAMES.decode(body)
-    except msgspec.ValidationError:
-        raise RequestError(400, "the body must be a JSON object") from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {_reason(error, body)}") from None
-    types, is_text = _types(kind), issubclass(kind, _TextFields)
+    raw = read_names(body)
+    types, is_text = types_of(kind), issubclass(kind, _TextFields)
     ignored = []
     for name, value in raw.items():
         if name in types or name in IGNORED:
             continue
         if name in UNSUPPORTED:
-            _check_neutral(name, value, UNSUPPORTED[name], "it is not supported")
+            check_neutral(name, value, UNSUPPORTED[name], "it is not supported")
         elif name in _OF_ANOTHER_PATH and is_text:
-            _check_neutral(name, value, _OF_ANOTHER_PATH[name], "it belongs to another path")
+            check_neutral(name, value, _OF_ANOTHER_PATH[name], "it belongs to another path")
         else:
             ignored.append(name)
     _check_counts({name: value for name, value in raw.items() if name in types}, limits)
     for name in GRAMMAR_PARAMETERS:
         if (size := len(bytes(raw.get(name, b"")))) > MAX_GRAMMAR_BYTES:
             raise invalid(name, f"{name}: it has {size} bytes; give at most {MAX_GRAMMAR_BYTES}")
-    model = _value("model", raw["model"], types["model"]) if "model" in raw else UNSET
+    model = read_value("model", raw["model"], types["model"]) if "model" in raw else UNSET
     _check_model(model, limits, may_be_left_out=not is_text)
-    fields = kind(**{name: _value(name, raw[name], types[name]) for name in types if name in raw})
+    fields = kind(
+        **{name: read_value(name, raw[name], types[name]) for name in types if name in raw}
+    )
     for name, inner_kind in _OBJECTS.items():
         if getattr(fields, name, None) is not None:
             ignored += [
                 f"{name}.{inner}"
-                for inner in _NAMES.decode(raw[name])
+                for inner in read_names(raw[name])
                 if inner not in inner_kind.__struct_fields__
             ]
     return fields, tuple(ignored)
@@ -667,14 +659,8 @@ def _check_model(model: Any, limits: Limits, *, may_be_left_out: bool) -> None:
             return
         raise invalid("model", f"model: it is missing; give {limits.names[0]!r}")
     if model not in limits.names:
-        message = f"model={_shown(model)}: the server does not have it; give {limits.names[0]!r}"
+        message = f"model={shown(model)}: the server does not have it; give {limits.names[0]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
-
-
-@cache
-def _types(kind: type) -> dict[str, Any]:
-    """Return the type of each field, with its bounds."""
-    return get_type_hints(kind, include_extras=True)
 
 
 def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
@@ -696,109 +682,6 @@ def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
         if (count := text.count(b",") + 1) > maximum:
             code = "context_length_exceeded" if name == "prompt" else None
             raise invalid(name, f"{name}: there are {count} ids; give at most {maximum}", code=code)
-
-
-def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
-    """Return the value of a parameter. It must have the type ``kind`` and be within its bounds."""
-    try:
-        return _decode(raw, kind)
-    except (ValueError, RecursionError) as error:
-        reason = _reason(error, bytes(raw))
-    bounds = next(
-        (meta for part in get_args(kind) for meta in getattr(part, "__metadata__", ())), None
-    )
-    if bounds is not None and (value := _unbounded(raw, kind)) is not None:
-        raise invalid(name, f"{name}={_shown(value)}: {_range(bounds, value)}")
-    raise invalid(name, f"{name}: {reason}")
-
-
-def _unbounded(raw: msgspec.Raw, kind: Any) -> Any:
-    """Return the value of an optional field without checking bounds; None: it has another type."""
-    types = tuple(getattr(part, "__origin__", part) for part in get_args(kind))
-    bare = Union[types]  # noqa: UP007 - it is made at run time
-    try:
-        return _decode(raw, bare)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _range(bounds: Meta, value: Any) -> str:
-    """Return the error message for a value beyond its bounds."""
-    if isinstance(value, str):
-        return (
-            f"it has {len(value)} characters; give from {bounds.min_length} to {bounds.max_length}"
-        )
-    if bounds.description:
-        return f"must be {bounds.description}"
-    minimum, maximum = (
-        str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (bounds.ge, bounds.le)
-    )
-    return f"must be from {minimum} to {maximum}"
-
-
-def _decode(raw: msgspec.Raw, kind: Any) -> Any:
-    if kind not in _DECODERS:
-        _DECODERS[kind] = msgspec.json.Decoder(kind).decode
-    return _DECODERS[kind](raw)
-
-
-def _check_neutral(name: str, raw: msgspec.Raw, neutral: Sequence[Any], reason: str) -> None:
-    """Raise RequestError for a parameter, unless its value is null or one of ``neutral``."""
-    value = _value(name, raw, Any)
-    # In Python True == 1, but JSON distinguishes them.
-    if value is None or any(
-        value == same and isinstance(value, bool) == isinstance(same, bool) for same in neutral
-    ):
-        return
-    allowed = " or ".join(msgspec.json.encode(accepted).decode() for accepted in (*neutral, None))
-    message = f"{name}={_shown(value)}: {reason}; leave it out, or give {allowed}"
-    raise invalid(name, message, code="unsupported_parameter")
-
-
-# An escape in a JSON string. Two \u escapes, a high and a low surrogate, stand for a character
-# beyond the first 65,536.
-_ESCAPES = re.compile(rb"\\(?:u(?P<code>[0-9a-fA-F]{4})|.)", re.DOTALL)
-_HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
-
-
-def _lone_surrogate(body: bytes) -> str | None:
-    """Return the first escape in a body that is a surrogate without its other half, or None."""
-    before: re.Match[bytes] | None = None  # a high surrogate, whose low one must come next
-    for escape in _ESCAPES.finditer(body):
-        code = int(escape["code"] or b"0", 16)
-        if before is not None:
-            if code in _LOW and escape.start() == before.end():
-                before = None
-                continue
-            break
-        if code in _LOW:
-            before = escape
-            break
-        before = escape if code in _HIGH else None
-    return None if before is None else before[0].decode()
-
-
-def _reason(error: BaseException, body: bytes) -> str:
-    """Return the reason why a decoder failed on ``body``, as a short line of valid Unicode."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 ({error.reason} at byte {error.start})"
-    if (
-        not isinstance(error, msgspec.ValidationError)
-        and (half := _lone_surrogate(body)) is not None
-    ):
-        # The decoder's own message is misleading.
-        return f"{half} is half of a character: its other half is missing"
-    return str(error)[:200].encode(errors="replace").decode()
-
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 80
-
-
-def _shown(value: Any) -> str:
-    return _BRIEF.repr(value)
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -904,7 +787,7 @@ def _biases(fields: _TextFields, limits: Limits) -> dict[str, Any]:
         is_id = token.isascii() and token.isdigit() and len(token) < 20 and str(int(token)) == token
         if not is_id or int(token) >= limits.vocab_size:
             message = (
-                f"logit_bias: {_shown(token)} is not a token id; give ids from 0 to"
+                f"logit_bias: {shown(token)} is not a token id; give ids from 0 to"
                 f" {limits.vocab_size - 1}"
             )
             raise invalid("logit_bias", message)
@@ -915,7 +798,7 @@ def _biases(fields: _TextFields, limits: Limits) -> dict[str, Any]:
         )
     if too_long := [word for word in words if not 1 <= len(word) <= MAX_STOP_CHARACTERS]:
         message = (
-            f"bad_words: {_shown(too_long[0])} has {len(too_long[0])} characters; give from 1 to"
+            f"bad_words: {shown(too_long[0])} has {len(too_long[0])} characters; give from 1 to"
             f" {MAX_STOP_CHARACTERS}"
         )
         raise invalid("bad_words", message)
@@ -952,7 +835,7 @@ def _max_tokens(fields: _TextFields, minimum: int) -> tuple[str, int | None]:
 def _whole(name: str, value: int, minimum: int, maximum: int) -> int:
     """Check the bounds of a whole number whose type does not state them, and return it."""
     if not minimum <= value <= maximum:
-        raise invalid(name, f"{name}={_shown(value)}: must be from {minimum} to {maximum}")
+        raise invalid(name, f"{name}={shown(value)}: must be from {minimum} to {maximum}")
     return value
 
 
@@ -977,7 +860,7 @@ def _prompt_logprobs(fields: _TextFields, limits: Limits) -> int | None:
         return None
     if fields.stream:
         message = (
-            f"prompt_logprobs={_shown(fields.prompt_logprobs)}: a stream has none; leave it out, or"
+            f"prompt_logprobs={shown(fields.prompt_logprobs)}: a stream has none; leave it out, or"
             " give stream=false"
         )
         raise invalid("prompt_logprobs", message)
@@ -992,7 +875,7 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     for string in strings:
         if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
             message = (
-                f"stop={_shown(string)}: it has {len(string)} characters; give from 1 to"
+                f"stop={shown(string)}: it has {len(string)} characters; give from 1 to"
                 f" {MAX_STOP_CHARACTERS}"
             )
             raise invalid("stop", message)
@@ -1025,7 +908,7 @@ def _prediction(prediction: _Prediction | None, limits: Limits) -> str | None:
     if prediction is None:
         return None
     if prediction.type != "content":
-        raise invalid("prediction", f"prediction.type={_shown(prediction.type)}: must be 'content'")
+        raise invalid("prediction", f"prediction.type={shown(prediction.type)}: must be 'content'")
     if limits.max_prediction < 1:
         raise invalid(
             "prediction", "prediction: this server accepts none (--max-prediction 0); leave it out"
@@ -1072,7 +955,7 @@ def _check_tokens(name: str, tokens: Sequence[int], limits: Limits) -> None:
     if tokens and not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
         wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
         message = (
-            f"{name}: token id {_shown(wrong)} does not exist; give ids from 0 to"
+            f"{name}: token id {shown(wrong)} does not exist; give ids from 0 to"
             f" {limits.vocab_size - 1}"
         )
         raise invalid(name, message)
@@ -1138,7 +1021,7 @@ def _joined(name: str, content: str | list[_Part]) -> str:
     for part in content:
         if part.type != "text":
             raise invalid(
-                name, f"{name}: a part has type {_shown(part.type)}; give parts of type 'text'"
+                name, f"{name}: a part has type {shown(part.type)}; give parts of type 'text'"
             )
         if part.text is None:
             raise invalid(name, f"{name}: a part has no text; give its text")

@@ -550,7 +550,7 @@ def test_lists_that_are_too_long_are_refused_before_they_are_read(
     assert read(limits=short, prompt=[5] * 10).prompts == ([5] * 10,)
     assert len(read(limits=short, prompt=[[5] * 10] * 64).prompts) == 64
     assert read(limits=short, prompt=["a,b" * 1000] * 2).prompts == ("a,b" * 1000,) * 2
-    monkeypatch.setattr(requests, "_value", None)  # no value is converted
+    monkeypatch.setattr(requests, "read_value", None)  # no value is converted
     for prompt in ([5] * 11, [[5] * 10] * 65, [[]] * 641, [-1] * 11):
         error = refusal(limits=short, prompt=prompt)
         assert (error.param, error.code) == ("prompt", "context_length_exceeded")
