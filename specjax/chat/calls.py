@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import regex
 
@@ -138,17 +138,24 @@ class JsonCalls:
     Attributes:
         is_complete: whether the JSON value has ended.
         is_broken: whether the text is not the JSON of calls.
-        is_open: whether a call has been reported that has not ended.
+        is_open: whether a call has begun, its name and its arguments, that has not ended.
     """
 
-    def __init__(self, form: JsonCallForm, name: str | None) -> None:
-        """Start at the begin of a region; ``name`` is the tool's, if its tag has it."""
-        self._form, self._tag_name = form, name
+    def __init__(self, form: JsonCallForm, name: str | None, is_whole: bool = False) -> None:
+        """Start at the begin of a region.
+
+        Args:
+            form: where the parts of a call are.
+            name: the tool's name, if the tag has it.
+            is_whole: whether a call is reported when it is complete, not while it grows.
+        """
+        self._form, self._tag_name, self._is_whole = form, name, is_whole
         self._json = JsonReader()
         self._blank = ""  # the white space before the value
         self._pieces: list[str] = []
         self._newest = 0  # the offset of the last piece
         self._depth = 1 if form.is_list else 0
+        self._length = 0  # the number of characters before the first fault
         self._complete_end = 0  # the offset behind the last complete call
         self.is_broken = self.is_open = self.is_complete = False
         self._begin()
@@ -158,12 +165,14 @@ class JsonCalls:
         self._is_text = False  # whether the arguments are a string that holds the JSON text
         self._start = self._end = -1  # the offsets of the arguments
         self._sent = 0
+        self._arguments: str | None = None  # the text that a string of arguments holds
         self._name_start = -1
 
     def push(self, text: str) -> tuple[list[Event], int]:
         """Read the next characters, and return the events and how many characters were read.
 
-        All are read unless the value ends, or is not the JSON of calls.
+        All are read unless the value ends, or is not the JSON of calls. Then those are read that
+        come before the first fault, so that nothing depends on where the text is cut.
         """
         events: list[Event] = []
         before = self._json.length
@@ -171,22 +180,30 @@ class JsonCalls:
         blank = len(text) - len(value)
         self._blank += text[:blank]
         marks = self._json.push(value)
-        count = self._json.length - before
-        self._pieces.append(value[:count])
+        self._length = self._json.length
+        self._pieces.append(value[: self._length - before])
         self._newest = before
         for mark in marks:
-            if not self.is_broken:
-                self._mark(mark, events)
-        if not self.is_broken:
+            self._mark(mark, events)
+            if self.is_broken:
+                self._length = mark.offset
+                break
+        else:
             # What is legal before a broken character has been reported, or is now.
-            self._grow(events, self._json.length)
+            self._grow(events, self._length)
             self.is_broken |= self._json.is_broken
             self.is_complete = self._json.is_complete
-        return events, blank + count
+        return events, blank + self._length - before
+
+    def drop(self, reason: Literal["cut", "invalid"], events: list[Event]) -> None:
+        """End a call that is open, and that is no call of the answer."""
+        if self.is_open and not self._is_whole:
+            events.append(RegionClosed(RegionKind.TOOL_CALL, reason))
+        self.is_open = False
 
     def rest(self) -> str:
         """Return the text behind the last complete call."""
-        rest = self._slice(self._complete_end, self._json.length)
+        rest = self._slice(self._complete_end, self._length)
         return rest if self.has_calls else self._blank + rest
 
     @property
@@ -224,9 +241,17 @@ class JsonCalls:
             self._name = name
         if path == self._form.arguments:
             self._end = offset
+            if self._is_text:
+                self._arguments = str(json.loads(self._slice(self._start, offset)))
+                self.is_broken = not _is_object(self._arguments)
         if not path:
             self._grow(events, offset)
             if self.is_open and self._end >= 0:
+                if self._is_whole:
+                    assert self._name is not None
+                    text = self._arguments or self._slice(self._start, self._end)
+                    events.append(RegionOpened(RegionKind.TOOL_CALL, self._name))
+                    events.append(RegionGrew(RegionKind.TOOL_CALL, text))
                 events.append(RegionClosed(RegionKind.TOOL_CALL))
                 self.is_open, self._complete_end = False, offset
             else:
@@ -237,21 +262,14 @@ class JsonCalls:
         if self._name is None or self._start < 0 or self.is_broken:
             return
         end = self._end if self._end >= 0 else offset
-        if self._is_text:
-            if self._end < 0 or self._sent >= end:
-                return
-            text = json.loads(self._slice(self._start, end))
-            self.is_broken = not _is_object(text)
-        else:
-            text = self._slice(self._sent, end)
-        if self.is_broken:
+        if self._sent >= end or (self._is_text and self._end < 0):
             return
-        if not self.is_open and self._sent < end:
-            self.is_open = True
-            events.append(RegionOpened(RegionKind.TOOL_CALL, self._name))
-        if self._sent < end:
+        if not self._is_whole:
+            if not self.is_open:
+                events.append(RegionOpened(RegionKind.TOOL_CALL, self._name))
+            text = self._arguments or self._slice(self._sent, end)
             events.append(RegionGrew(RegionKind.TOOL_CALL, text))
-            self._sent = end
+        self.is_open, self._sent = True, end
 
 
 def _is_object(text: str) -> bool:

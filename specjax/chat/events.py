@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 
 class RegionKind(StrEnum):
@@ -28,15 +28,18 @@ class RegionOpened:
     Attributes:
         kind: what the region is.
         name: the name of the tool; empty if the region is not a call.
+        index: the number of the call, from 0, among all calls that are reported of the answer,
+            also those that turn out to be incomplete; -1 if the region is not a call.
 
     Examples:
         >>> from specjax.chat import RegionKind, RegionOpened
-        >>> RegionOpened(RegionKind.TOOL_CALL, "get_weather").name
+        >>> RegionOpened(RegionKind.TOOL_CALL, "get_weather", 0).name
         'get_weather'
     """
 
     kind: RegionKind
     name: str = ""
+    index: int = -1
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,25 @@ class RegionClosed:
 
     Attributes:
         kind: what the region is.
-        is_complete: False for a call that does not parse or that was cut. It is no call of the
-            answer, although pieces of it may have been reported.
+        reason: why a call is no call of the answer, although pieces of it have been reported:
+            ``"cut"`` if the text ends inside of it at a limit or a stop string, and ``"invalid"``
+            if it does not parse, and so its text follows as content. Empty for all other regions.
 
     Examples:
         >>> from specjax.chat import RegionClosed, RegionKind
         >>> RegionClosed(RegionKind.CONTENT).is_complete
         True
+        >>> RegionClosed(RegionKind.TOOL_CALL, "cut").is_complete
+        False
     """
 
     kind: RegionKind
-    is_complete: bool = True
+    reason: Literal["", "cut", "invalid"] = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """True unless the region is a call that was cut or does not parse."""
+        return not self.reason
 
 
 Event = RegionOpened | RegionGrew | RegionClosed

@@ -1,6 +1,7 @@
 """The parser of an answer: text that grows becomes regions that open, grow and close."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from specjax.chat.calls import JsonCallForm, JsonCalls, ParsedCallForm, RegionBody, Tools
@@ -48,7 +49,12 @@ class AnswerParser:
     """
 
     def __init__(
-        self, form: ResponseForm, prompt: str = "", tools: Tools = (), with_calls: bool = True
+        self,
+        form: ResponseForm,
+        prompt: str = "",
+        tools: Tools = (),
+        with_calls: bool = True,
+        whole_calls: bool = False,
     ) -> None:
         """Start before the first character of an answer.
 
@@ -59,11 +65,14 @@ class AnswerParser:
             tools: the tools of the request. Some families write arguments without types, which are
                 then those of the tool's schema.
             with_calls: False if the request has no tools: what looks like a call is content.
+            whole_calls: True if a call is reported only when it is complete, its arguments in one
+                piece. Then nothing has to be taken back: a call that does not parse is content
+                and no more, and one that is cut is not reported at all.
 
         Raises:
             InputError: the installed transformers is too old to read the family's calls.
         """
-        self._form, self._tools = form, tools
+        self._form, self._tools, self._whole_calls = form, tools, whole_calls
         self._regions = tuple(
             region
             for region in form.regions
@@ -82,6 +91,7 @@ class AnswerParser:
         self._is_rescuing = False  # text outside of all regions follows a call that did not parse
         self._writer = _TextWriter()
         self._queued: list[Event] = []
+        self._call_count = 0
         self._is_finished = False
         self._read_prompt(form.after_anchor(prompt))
 
@@ -90,7 +100,7 @@ class AnswerParser:
             return
         events = self._advance(start, is_last=False)
         self._writer.forget()
-        if self._json is not None and self._json.is_open:
+        if self._json is not None and self._json.is_open and not self._whole_calls:
             # The prompt began a call. It is the answer's, all of it.
             opened = max(
                 index for index, event in enumerate(events) if isinstance(event, RegionOpened)
@@ -106,7 +116,7 @@ class AnswerParser:
         if self._is_finished:
             raise RuntimeError("AnswerParser.feed: the answer has finished; make a new parser")
         queued, self._queued = self._queued, []
-        return queued + self._advance(text, is_last=False)
+        return self._numbered(queued + self._advance(text, is_last=False))
 
     def finish(self, is_cut: bool = False) -> list[Event]:
         """End the answer, and return the last events.
@@ -131,7 +141,7 @@ class AnswerParser:
         events += self._advance("", is_last=True)
         self._end_call(is_cut, events)
         self._writer.finish(events)
-        return events
+        return self._numbered(events)
 
     def parse(self, text: str, is_cut: bool = False) -> ChatAnswer:
         """Return a whole answer from its text; see `finish` for ``is_cut``.
@@ -140,6 +150,14 @@ class AnswerParser:
             RuntimeError: the parser has finished.
         """
         return ChatAnswer.from_events(self.feed(text) + self.finish(is_cut))
+
+    def _numbered(self, events: list[Event]) -> list[Event]:
+        """Return events with the numbers of the calls that open."""
+        for place, event in enumerate(events):
+            if isinstance(event, RegionOpened) and event.kind is RegionKind.TOOL_CALL:
+                events[place] = replace(event, index=self._call_count)
+                self._call_count += 1
+        return events
 
     def _advance(self, text: str, is_last: bool) -> list[Event]:
         events: list[Event] = []
@@ -202,7 +220,7 @@ class AnswerParser:
             self._region, self._tag = region, match[0]
             self._is_rescuing = False
             if isinstance(region.calls, JsonCallForm):
-                self._json = JsonCalls(region.calls, captures.get("name"))
+                self._json = JsonCalls(region.calls, captures.get("name"), self._whole_calls)
             elif region.calls is not None:
                 self._body = RegionBody(captures)
             else:
@@ -299,8 +317,7 @@ class AnswerParser:
     def _give_back(self, events: list[Event], text: str = "") -> None:
         """Turn a call that does not parse into content."""
         if self._json is not None:
-            if self._json.is_open:
-                events.append(RegionClosed(RegionKind.TOOL_CALL, is_complete=False))
+            self._json.drop("invalid", events)
             text = self._json.rest()
         tag = "" if self._json is not None and self._json.has_calls else self._tag
         self._region = self._json = self._body = None
@@ -313,8 +330,7 @@ class AnswerParser:
             if not is_cut or not (self._tag or self._json.is_open):
                 self._give_back(events)
                 return
-            if self._json.is_open:
-                events.append(RegionClosed(RegionKind.TOOL_CALL, is_complete=False))
+            self._json.drop("cut", events)
         elif self._body is None:
             return
         elif not is_cut:

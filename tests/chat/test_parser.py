@@ -56,18 +56,24 @@ def _joined(events: list) -> list:
 
 
 def _check_order(events: list) -> None:
-    """Check that regions open, grow and close one after the other, and are not empty."""
-    region = None
+    """Check that regions open, grow and close one after the other, and are not empty.
+
+    Calls are numbered from 0.
+    """
+    region, call_count = None, 0
     for event in events:
         if isinstance(event, RegionOpened):
             assert region is None
             region, size = event.kind, 0
             assert bool(event.name) == (region is RegionKind.TOOL_CALL)
+            assert event.index == (call_count if event.name else -1)
+            call_count += bool(event.name)
         elif isinstance(event, RegionGrew):
             assert event.kind is region and event.text
             size += len(event.text)
         else:
             assert isinstance(event, RegionClosed) and event.kind is region and size
+            assert event.is_complete or region is RegionKind.TOOL_CALL
             region = None
     assert region is None
 
@@ -80,12 +86,25 @@ def _check_cuts(published: Published, rng: random.Random, count: int) -> None:
         if rng.random() < 0.5:  # cut, or damaged
             place = rng.randrange(len(text) + 1)
             text = text[:place] + rng.choice(["", text[place + 1 :], rng.choice(texts)[1]])
-        is_cut = rng.random() < 0.5
-        whole = AnswerParser(form, prompt, TOOLS)
-        events = whole.feed(text) + whole.finish(is_cut)
-        streamed = _streamed(AnswerParser(form, prompt, TOOLS), text, rng, is_cut)
-        assert _joined(streamed) == _joined(events), (prompt[-20:], text)
-        _check_order(streamed)
+        is_cut, answers, streamed = rng.random() < 0.5, [], []
+        for whole_calls in (False, True):
+            whole = AnswerParser(form, prompt, TOOLS, whole_calls=whole_calls)
+            events = whole.feed(text) + whole.finish(is_cut)
+            parser = AnswerParser(form, prompt, TOOLS, whole_calls=whole_calls)
+            streamed = _streamed(parser, text, rng, is_cut)
+            assert _joined(streamed) == _joined(events), (prompt[-20:], text)
+            _check_order(streamed)
+            answers.append(ChatAnswer.from_events(streamed))
+        _check_whole_calls(streamed)
+        assert answers[0] == answers[1], (prompt[-20:], text)
+
+
+def _check_whole_calls(events: list) -> None:
+    """Check that each call is complete and has its arguments in one piece."""
+    for place, event in enumerate(events):
+        if isinstance(event, RegionOpened) and event.kind is RegionKind.TOOL_CALL:
+            grew, closed = events[place + 1 : place + 3]
+            assert isinstance(grew, RegionGrew) and closed == RegionClosed(RegionKind.TOOL_CALL)
 
 
 @pytest.mark.parametrize("published", HERE, ids=lambda published: published.template)
@@ -180,13 +199,59 @@ def test_pieces_of_a_broken_call_are_reported_and_then_taken_back() -> None:
     parser = AnswerParser(family_form("qwen3"))
     events = parser.feed('<tool_call>{"name": "f", "arguments": {"a": 1')
     assert events == [
-        RegionOpened(RegionKind.TOOL_CALL, "f"),
+        RegionOpened(RegionKind.TOOL_CALL, "f", 0),
         RegionGrew(RegionKind.TOOL_CALL, '{"a": 1'),
     ]
     events += parser.feed("x}}</tool_call>") + parser.finish()
-    assert RegionClosed(RegionKind.TOOL_CALL, is_complete=False) in events
+    assert RegionClosed(RegionKind.TOOL_CALL, "invalid") in events
     broken = '<tool_call>{"name": "f", "arguments": {"a": 1x}}</tool_call>'
     assert ChatAnswer.from_events(events) == ChatAnswer(broken)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [(family, text) for family, texts in BROKEN.items() for text in texts]
+)
+def test_a_broken_call_leaves_no_trace_but_content_if_calls_are_whole(family, text) -> None:
+    before = "" if family == "llama3" else "Well. "
+    for pieces in ([before + text], before + text):
+        parser = AnswerParser(family_form(family), whole_calls=True)
+        events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+        assert _joined(events) == [
+            RegionOpened(RegionKind.CONTENT),
+            RegionGrew(RegionKind.CONTENT, before + text),
+            RegionClosed(RegionKind.CONTENT),
+        ]
+
+
+def test_calls_are_numbered_with_those_that_do_not_parse() -> None:
+    broken = '<tool_call>{"name": "f", "arguments": {"a": 1x}}</tool_call>'
+    text = f"a{broken}<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
+    for whole_calls, numbers in ((False, [0, 1, 2]), (True, [0, 1])):
+        parser = AnswerParser(family_form("qwen3"), whole_calls=whole_calls)
+        opened = [event for event in parser.feed(text) if isinstance(event, RegionOpened)]
+        assert [event.index for event in opened if event.name] == numbers
+        assert {event.index for event in opened if not event.name} == {-1}
+
+
+def test_calls_of_the_prompt_have_no_number() -> None:
+    prompt = f'[/INST][TOOL_CALLS][{CALL}, {{"name": "g", "arguments": {{"b": '
+    for whole_calls in (False, True):
+        parser = AnswerParser(family_form("mistral_list"), prompt, whole_calls=whole_calls)
+        events = parser.feed("2}}, " + CALL + "]") + parser.finish()
+        _check_order(events)
+        calls = (ToolCall("g", '{"b": 2}'), ToolCall("f", '{"a": 1}'))
+        assert ChatAnswer.from_events(events) == ChatAnswer("", "", calls)
+
+
+def test_a_call_ends_where_its_first_fault_is() -> None:
+    inner = "<tool_call>" + CALL.replace('"', "'") + "</tool_call>"
+    broken = f'<tool_call>{{"name": 5, "a": "{inner}"}}</tool_call>'
+    strings = '<tool_call>{"arguments": "5", "b": "<think>", "name": "f"}</tool_call>'
+    for text in (broken, strings, f'[TOOL_CALLS][{CALL}, 5, "[TOOL_CALLS]", {{}}]'):
+        form = family_form("mistral_list" if text.startswith("[") else "qwen3")
+        whole, parser = AnswerParser(form), AnswerParser(form)
+        events = [event for piece in text for event in parser.feed(piece)] + parser.finish()
+        assert _joined(events) == _joined(whole.feed(text) + whole.finish())
 
 
 def test_what_follows_a_broken_call_is_parsed() -> None:
@@ -268,6 +333,16 @@ def test_a_call_that_the_model_itself_does_not_end_is_content() -> None:
     text = '<tool_call>{"name": "f", "arg'
     assert AnswerParser(family_form("qwen3")).parse(text) == ChatAnswer(text)
     assert AnswerParser(family_form("qwen3")).parse(text, is_cut=True) == ChatAnswer()
+
+
+def test_a_call_that_is_cut_says_so() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a'
+    for is_cut, reason in ((True, "cut"), (False, "invalid")):
+        parser = AnswerParser(family_form("qwen3"))
+        events = parser.feed(text) + parser.finish(is_cut)
+        assert RegionClosed(RegionKind.TOOL_CALL, reason) in events
+    parser = AnswerParser(family_form("qwen3"), whole_calls=True)
+    assert parser.feed(text) + parser.finish(is_cut=True) == []
 
 
 def test_json_that_looked_like_a_call_is_content_if_it_is_cut() -> None:
