@@ -957,12 +957,87 @@ class FinalChannel:
         return False
 
 
-def text_stream(
-    tokenizer: Any, prompt: Sequence[int], is_chat: bool = False
-) -> "TextStream | FinalChannel":
-    """Return the decoder of the tokens after a prompt: a `FinalChannel` or a `TextStream`.
+class TaggedStream:
+    """A `TextStream` in which some special tokens are text, such as the tags of an answer.
 
-    It is a `FinalChannel` if the text is an answer in a chat and the model writes in channels.
+    Examples:
+        >>> from specjax.text import TaggedStream
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> stream = TaggedStream(tokenizer, [], {0: "<|endoftext|>"})
+        >>> stream.push([*tokenizer.encode("import", add_special_tokens=False), 0])
+        'import<|endoftext|>'
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], tags: Mapping[int, str]) -> None:
+        """Start after a prompt. ``tags`` are the texts of special tokens, by id."""
+        self._tokenizer, self._tags = tokenizer, tags
+        self._stream = TextStream(tokenizer, prompt)
+        self._is_at_tag = False
+        self._context: list[int] = []
+
+    @property
+    def is_holding(self) -> bool:
+        """True if the text of some tokens is held back."""
+        return self._stream.is_holding
+
+    def push(self, tokens: Iterable[Any], last: bool = False) -> str:
+        """Append tokens and return the new text. ``last`` also returns what was held back."""
+        pieces: list[str] = []
+        plain: list[int] = []
+        for token in map(int, tokens):
+            if (tag := self._tags.get(token)) is None:
+                plain.append(token)
+            else:
+                pieces += [self._push_plain(plain), self._end_character(), tag]
+                plain, self._is_at_tag = [], True
+        return "".join([*pieces, self._push_plain(plain, last)])
+
+    def _push_plain(self, tokens: list[int], last: bool = False) -> str:
+        if tokens:
+            self._is_at_tag = False
+            text = [token for token in tokens if self._stream._is_text(token)]
+            self._context = [*self._context, *text][-_LAST_CHARACTER:]
+        return self._stream.push(tokens, last)
+
+    def _end_character(self) -> str:
+        """Return what is held back: a tag ends a character that is not whole."""
+        if not self._stream.is_holding:
+            return ""
+        text = self._stream.push([], last=True)
+        # Bytes behind the tag are no part of that character.
+        self._stream = TextStream(self._tokenizer, self._context)
+        return text
+
+    def peek(self) -> str:
+        """Return what `TextStream.peek` returns."""
+        return self._stream.peek()
+
+    def is_end_of_run(self, token: int) -> bool:
+        """Return True if a run of single bytes ends before a tag or a token with text."""
+        if token in self._tags:
+            return self._stream._ends_in_byte and not self._is_at_tag
+        return self._stream.is_end_of_run(token)
+
+    def last_bytes(self, count: int) -> list[tuple[int, int]]:
+        """Return what `TextStream.last_bytes` returns; nothing behind a tag."""
+        return [] if self._is_at_tag else self._stream.last_bytes(count)
+
+    def byte_of(self, token: int) -> int | None:
+        """Return what `TextStream.byte_of` returns."""
+        return self._stream.byte_of(token)
+
+
+def text_stream(
+    tokenizer: Any,
+    prompt: Sequence[int],
+    is_chat: bool = False,
+    tags: Mapping[int, str] | None = None,
+) -> "TextStream | FinalChannel | TaggedStream":
+    """Return the decoder of the tokens after a prompt.
+
+    With ``tags``, the texts of the special tokens that are text, it is a `TaggedStream`. Otherwise
+    it is a `FinalChannel` if the text is an answer in a chat and the model writes in channels, or
+    else a `TextStream`.
 
     Examples:
         >>> from specjax.text import text_stream
@@ -971,9 +1046,28 @@ def text_stream(
         >>> stream.push(tokenizer.encode(" os"), last=True)
         ' os'
     """
+    if tags is not None:
+        return TaggedStream(tokenizer, prompt, tags)
     if is_chat and FinalChannel.reads(tokenizer, prompt):
         return FinalChannel(tokenizer, prompt)
     return TextStream(tokenizer, prompt)
+
+
+def special_texts(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of a tokenizer's special tokens, by id.
+
+    Examples:
+        >>> from specjax.text import special_texts
+        >>> special_texts(specjax.load("embedded").tokenizer)
+        {0: '<|endoftext|>'}
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    ids = {
+        *(int(token) for token in getattr(tokenizer, "all_special_ids", ())),
+        *(token for token, added_token in added.items() if added_token.special),
+    }
+    names = {token: tokenizer.convert_ids_to_tokens(token) for token in sorted(ids)}
+    return {token: name for token, name in names.items() if name}
 
 
 def _mark_id(tokenizer: Any, name: str) -> int | None:
@@ -1069,9 +1163,14 @@ class StopStrings:
         True
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        """Set the stop strings. With none, every piece passes unchanged."""
-        self._stop = tuple(stop)
+    def __init__(self, stop: Sequence[str], is_included: bool = False) -> None:
+        """Set the stop strings. With none, every piece passes unchanged.
+
+        Args:
+            stop: the stop strings.
+            is_included: whether the text ends behind its stop string, not before it.
+        """
+        self._stop, self._is_included = tuple(stop), is_included
         self._pending = ""
         self.found = False
 
@@ -1088,7 +1187,8 @@ class StopStrings:
         ]
         if ends:
             self.found, self._pending = True, ""
-            return text[: min(ends)[1]]
+            end, start = min(ends)
+            return text[: end if self._is_included else start]
         safe = len(text) - (
             0 if last else max((_begun(stop, text) for stop in self._stop), default=0)
         )
@@ -1162,6 +1262,8 @@ class GrowingText:
         stop: Sequence[str] = (),
         stop_after: int = 0,
         is_chat: bool = False,
+        tags: Mapping[int, str] | None = None,
+        with_stop: bool = False,
     ) -> None:
         """Start after a prompt.
 
@@ -1172,11 +1274,15 @@ class GrowingText:
                 token, which has no text, the text ends at that token.
             stop_after: stop strings are ignored in this many tokens at the start.
             is_chat: whether the text is an answer in a chat; see `FinalChannel`.
+            tags: the texts of special tokens that are text, by id; see `TaggedStream`. None: no
+                special token is text.
+            with_stop: whether the text ends behind the stop string, not before it.
         """
         self._strings, self._stop_after = stop, stop_after
-        self._new_stream = partial(text_stream, tokenizer, prompt, is_chat)
-        self._text, self._stop = self._new_stream(), StopStrings(stop)
-        self._marks = frozenset(_special_tokens(tokenizer, stop))
+        self._new_stream = partial(text_stream, tokenizer, prompt, is_chat, tags)
+        self._new_stop = partial(StopStrings, stop, with_stop)
+        self._text, self._stop = self._new_stream(), self._new_stop()
+        self._marks = frozenset(_special_tokens(tokenizer, stop)) - (tags or {}).keys()
         self._is_at_mark = False
         self._emitted = 0  # the number of generated tokens whose text has been returned
         self.length = len(prompt)
@@ -1222,7 +1328,7 @@ class GrowingText:
         While a run of single bytes is held back, tokens may have been appended after it.
         """
         whole = "".join(self.pieces)
-        stream, stop = self._new_stream(), StopStrings(self._strings)
+        stream, stop = self._new_stream(), self._new_stop()
         text = stream.push(self.tokens[: self._stop_after])
         emitted = max(self._emitted, self._stop_after)
         text += stop.push(stream.push(self.tokens[self._stop_after : emitted]))

@@ -18,7 +18,7 @@ from specjax.chat.events import (
 from specjax.chat.families import ChatFamily, families, family_form, family_of, response_form
 from specjax.chat.forms import ResponseForm
 from specjax.chat.parser import AnswerParser
-from specjax.chat.tokens import AnswerText, prompt_text
+from specjax.chat.tokens import AnswerText, prompt_text, tag_tokens
 
 __all__ = [
     "AnswerParser",
@@ -37,4 +37,5 @@ __all__ = [
     "family_of",
     "prompt_text",
     "response_form",
+    "tag_tokens",
 ]

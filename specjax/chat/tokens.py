@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specjax.chat.forms import ResponseForm
-from specjax.text import TextStream
+from specjax.text import TaggedStream, special_texts
 
 
 class AnswerText:
@@ -23,21 +23,11 @@ class AnswerText:
 
     def __init__(self, tokenizer: Any, form: ResponseForm, prompt: Sequence[int]) -> None:
         """Start after the token ids of a prompt."""
-        self._marks = _mark_tokens(tokenizer, form)
-        self._stream = TextStream(tokenizer, prompt)
+        self._stream = TaggedStream(tokenizer, prompt, tag_tokens(tokenizer, form))
 
     def push(self, tokens: Iterable[Any], last: bool = False) -> str:
         """Append tokens and return the new text. ``last`` also returns what was held back."""
-        pieces: list[str] = []
-        plain: list[int] = []
-        for token in map(int, tokens):
-            if (mark := self._marks.get(token)) is None:
-                plain.append(token)
-            else:
-                # A tag ends a character that is not whole.
-                pieces += [self._stream.push(plain, last=True), mark]
-                plain = []
-        return "".join(pieces) + self._stream.push(plain, last)
+        return self._stream.push(tokens, last)
 
 
 def prompt_text(tokenizer: Any, prompt: Sequence[int]) -> str:
@@ -52,16 +42,14 @@ def prompt_text(tokenizer: Any, prompt: Sequence[int]) -> str:
     return tokenizer.decode(list(prompt), skip_special_tokens=False)
 
 
-def _mark_tokens(tokenizer: Any, form: ResponseForm) -> dict[int, str]:
-    """Return the text of each special token that is a tag of the form, by id."""
-    special = {
-        *(int(token) for token in getattr(tokenizer, "all_special_ids", ())),
-        *(
-            token
-            for token, added_token in getattr(tokenizer, "added_tokens_decoder", {}).items()
-            if added_token.special
-        ),
-    }
-    names = {token: tokenizer.convert_ids_to_tokens(token) for token in special}
-    marks = form.marks(name for name in names.values() if name)
+def tag_tokens(tokenizer: Any, form: ResponseForm) -> dict[int, str]:
+    """Return the text of each special token that is a tag of the form, by id.
+
+    Examples:
+        >>> from specjax.chat import family_form, tag_tokens
+        >>> tag_tokens(specjax.load("embedded").tokenizer, family_form("qwen3"))
+        {}
+    """
+    names = special_texts(tokenizer)
+    marks = form.marks(names.values())
     return {token: name for token, name in names.items() if name in marks}

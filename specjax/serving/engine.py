@@ -227,6 +227,8 @@ class Engine:
         cache_salt: str = "",
         priority: int = 0,
         is_chat: bool | None = None,
+        special_texts: Mapping[int, str] | None = None,
+        with_stop: bool = False,
         compiled_grammar: CompiledGrammar | None = None,
         **stated: Any,
     ) -> Handle:
@@ -258,6 +260,10 @@ class Engine:
                 A text does not depend on it.
             is_chat: whether the text answers a chat. Of a model that writes in channels, such as
                 gpt-oss, it is then the final channel alone. None: it does if the prompt is a chat.
+            special_texts: the special tokens that stay in the text, and in which stop strings are
+                searched: their texts by id, such as `specjax.chat.tag_tokens` returns them. The
+                text of a chat then has all channels. None: no special token has text.
+            with_stop: whether the text ends behind its stop string, not before it.
             compiled_grammar: what `compile_grammar` has returned for the grammar of the parameters,
                 so that it is not compiled again if it was forgotten meanwhile. None: it is looked
                 up, or compiled here.
@@ -295,7 +301,15 @@ class Engine:
         if self.tokenizer is not None:
             if is_chat is None:
                 is_chat = not isinstance(prompt, str) and not _is_tokens(prompt)
-            growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
+            growing = text.GrowingText(
+                self.tokenizer,
+                tokens,
+                stop,
+                params.min_new_tokens,
+                is_chat,
+                special_texts,
+                with_stop,
+            )
         matcher = None
         if params.grammar is not None:
             matcher = self._matcher(params.grammar, compiled_grammar, settings)

@@ -240,6 +240,11 @@ class Handle:
             return tuple(self._tokens)
 
     @property
+    def is_at_stop_string(self) -> bool:
+        """True if the text has ended at a stop string."""
+        return self._growing is not None and self._growing.stopped
+
+    @property
     def cached_tokens(self) -> int:
         """The number of prompt tokens that prefix caching saved."""
         return self.request.cached

@@ -103,6 +103,8 @@ def make_app(service: Service) -> ASGIApp:
             parsed.add_special_tokens,
             parsed.chat_template_kwargs,
             parsed.chat_end,
+            "",
+            parsed.tools,
         )
         result = {"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens}
         return json_response(result, headers=service.ignored_header(parsed.ignored))

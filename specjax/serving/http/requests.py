@@ -20,6 +20,7 @@ from specjax.serving.http.bodies import check_neutral, read_names, read_value, s
 from specjax.serving.http.errors import RequestError, invalid
 from specjax.serving.http.grammars import PARAMETERS as GRAMMAR_PARAMETERS
 from specjax.serving.http.grammars import read_grammar
+from specjax.serving.http.tools import ToolChoice, read_tool_choice, read_tools
 from specjax.templates import ChatEnd, Messages, Settings, read_settings
 from specjax.text import REASONING_FIELDS
 
@@ -77,7 +78,11 @@ class Limits:
         has_chat: whether the tokenizer has a chat template.
         has_grammars: whether requests may state a grammar.
         has_penalties: whether requests may have penalties, biases and banned words.
+        takes_tools: whether the chat template writes tools into a prompt.
+        can_require_calls: whether an answer can be forced to be a call of a tool.
         template_names: the variables that the chat template reads; None: they are unknown.
+        thinking_switch: the variable of the chat template that switches the reasoning; None: it has
+            none.
         eos_token_ids: the model's end-of-sequence ids.
         default_sampling: the temperature, top_k, top_p, min_p and penalties of requests that do
             not state them: the model's own, or else OpenAI's temperature 1 alone.
@@ -96,7 +101,10 @@ class Limits:
     has_chat: bool = True
     has_grammars: bool = True
     has_penalties: bool = True
+    takes_tools: bool = True
+    can_require_calls: bool = True
     template_names: frozenset[str] | None = None
+    thinking_switch: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: Sampling = Sampling(temperature=1.0)
 
@@ -132,6 +140,12 @@ class TextRequest:
             chat's template writes them itself.
         chat_template_kwargs: the arguments of the chat template beside the messages.
         chat_end: where the text of the chat ends, see `specjax.templates.ChatEnd`.
+        tools: the tools that the model may call, in OpenAI's form.
+        tool_choice: which calls the answer may have.
+        parallel_tool_calls: whether it may have more than one.
+        include_reasoning: whether the answer has the model's reasoning.
+        include_stop: whether the text ends behind its stop string, not before it.
+        skip_special_tokens: whether special tokens are left out of the text.
         cache_salt: a string that divides the tenant further.
         priority: the number by which waiting requests are ordered, the lower first.
         ignored: the unknown names in the request, in its order.
@@ -166,6 +180,12 @@ class TextRequest:
     add_special_tokens: bool = True
     chat_template_kwargs: Settings = field(default_factory=dict)
     chat_end: ChatEnd = "answer"
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    include_stop: bool = False
+    skip_special_tokens: bool = True
     cache_salt: str = ""
     priority: int = 0
     ignored: tuple[str, ...] = ()
@@ -194,6 +214,7 @@ class TokenizeRequest:
         add_special_tokens: whether to begin a text with the tokenizer's special tokens.
         chat_template_kwargs: the arguments of the chat template beside the messages.
         chat_end: as in `TextRequest`.
+        tools: as in `TextRequest`.
         ignored: the unknown names in the request, in its order.
 
     Examples:
@@ -208,6 +229,7 @@ class TokenizeRequest:
     add_special_tokens: bool = True
     chat_template_kwargs: Settings = field(default_factory=dict)
     chat_end: ChatEnd = "answer"
+    tools: tuple[Mapping[str, Any], ...] = ()
     ignored: tuple[str, ...] = ()
 
 
@@ -343,6 +365,8 @@ class _TextFields(msgspec.Struct, kw_only=True):
     max_completion_tokens: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
@@ -363,6 +387,11 @@ class _ChatFields(_TextFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -377,6 +406,7 @@ class _TokenizeFields(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | UnsetType | None = UNSET
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[Any] | None = None
 
 
 class _DetokenizeFields(msgspec.Struct, kw_only=True):
@@ -394,6 +424,11 @@ _OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "include_reasoning": (True, False),
+    "reasoning_effort": (),
 }
 """The parameters of either completions or chats, with the values that the other path accepts.
 
@@ -405,8 +440,6 @@ _OBJECTS: Mapping[str, Any] = {"stream_options": _StreamOptions, "prediction": _
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "guided_decoding_backend": ("", "auto", "guidance"),
@@ -414,8 +447,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "return_tokens_as_token_ids": (False,),
@@ -425,7 +456,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
     "moderation": (),
     "logits_processors": ([],),
@@ -448,7 +478,6 @@ IGNORED = frozenset(
         "store",
         "metadata",
         "service_tier",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -534,6 +563,7 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
         )
         raise invalid("add_special_tokens", message, code="unsupported_parameter")
     settings, unread = _template_settings(fields.chat_template_kwargs, limits)
+    tools = read_tools(fields.tools, takes_tools=limits.takes_tools)
     return _request(
         fields,
         limits,
@@ -541,8 +571,14 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
         prompts=prompts,
         max_tokens=_max_tokens(fields, minimum=1)[1],
         logprobs=logprobs,
-        chat_template_kwargs=settings,
+        chat_template_kwargs=with_effort(settings, fields.reasoning_effort, limits),
         chat_end=_chat_end(fields),
+        tools=tools,
+        tool_choice=read_tool_choice(
+            fields.tool_choice, tools, can_require=limits.can_require_calls
+        ),
+        parallel_tool_calls=_or(fields.parallel_tool_calls, True),
+        include_reasoning=_or(fields.include_reasoning, True),
         ignored=(*ignored, *unread),
     )
 
@@ -571,6 +607,7 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
             "messages",
             chat_template_kwargs=settings,
             chat_end=_chat_end(fields),
+            tools=read_tools(fields.tools, takes_tools=limits.takes_tools),
             ignored=(*ignored, *unread),
         )
     if fields.prompt is UNSET or fields.messages is not UNSET:
@@ -759,6 +796,8 @@ def _request(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         include_accepted=bool(options.include_accepted),
+        include_stop=bool(fields.include_stop_str_in_output),
+        skip_special_tokens=_or(fields.skip_special_tokens, True),
         cache_salt=fields.cache_salt or "",
         priority=fields.priority or 0,
         **checked,
@@ -985,6 +1024,44 @@ def _template_settings(
         raise invalid("chat_template_kwargs", str(error), code="unsupported_parameter") from None
     read_names = settings.keys() if limits.template_names is None else limits.template_names
     return settings, [f"chat_template_kwargs.{name}" for name in settings if name not in read_names]
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+"""The values of ``reasoning_effort``."""
+
+
+def with_effort(settings: Settings, effort: str | None, limits: Limits) -> Settings:
+    """Return the arguments of the chat template with a ``reasoning_effort``, if there is one.
+
+    It is the template's own variable of that name. Templates that can only switch the reasoning on
+    or off switch it off for "none".
+
+    Raises:
+        RequestError: the effort is not valid, or the template has nothing for it.
+
+    Examples:
+        >>> from specjax.serving.http.requests import Limits, with_effort
+        >>> limits = Limits(names=("tiny",), vocab_size=3072, thinking_switch="enable_thinking")
+        >>> with_effort({}, "none", limits)
+        {'enable_thinking': False}
+    """
+    if effort is None:
+        return settings
+    name, value = "reasoning_effort", effort
+    if effort not in EFFORTS:
+        raise invalid(name, f"{name}={shown(effort)}: give one of {', '.join(EFFORTS)}")
+    if name not in (limits.template_names or ()):
+        if limits.thinking_switch is None:
+            message = f"{name}={effort!r}: the model's chat template reads none; leave it out"
+            raise invalid(name, message, code="unsupported_parameter")
+        name, value = limits.thinking_switch, effort != "none"
+    if settings.get(name, value) != value:
+        raise invalid(
+            "reasoning_effort",
+            f"reasoning_effort={effort!r}: chat_template_kwargs has {name}={shown(settings[name])};"
+            " give one of them",
+        )
+    return {**settings, name: value}
 
 
 # The roles whose messages may have no content: an assistant may only call a tool, and a tool may

@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from specjax.chat import Event, RegionGrew, RegionKind, RegionOpened
 from specjax.errors import InputError, LogitsError
 from specjax.evaluation.metrics import Acceptance
 from specjax.serving.handle import EngineError, Handle, Piece, TokenLogprobs
 from specjax.serving.http.errors import RequestError
+from specjax.serving.http.regions import AnswerRegions, IdentifiedCall
 from specjax.serving.http.requests import TextRequest
 from specjax.serving.http.tokens import TokenTexts
 
@@ -56,9 +58,11 @@ class Answer:
         handles: the handles of its texts: ``n`` of the first prompt, then those of the second, and
             so on.
         prompts: the token ids of each prompt.
+        regions: the regions of each text.
 
     Examples:
         >>> from specjax.serving import Engine
+        >>> from specjax.serving.http.regions import AnswerRegions
         >>> from specjax.serving.http.requests import Limits, read_completion
         >>> from specjax.serving.http.responses import Answer
         >>> from specjax.serving.http.tokens import TokenTexts
@@ -69,7 +73,7 @@ class Answer:
         ...     handle = engine.submit("import os", max_new_tokens=4)
         ...     pieces = list(handle)
         >>> tokens, texts = generate.encode("import os"), TokenTexts(generate.tokenizer)
-        >>> answer = Answer(request, [handle], [tokens], texts)
+        >>> answer = Answer(request, [handle], [tokens], texts, [AnswerRegions(None)])
         >>> answer.whole([pieces])["usage"]["total_tokens"]
         7
     """
@@ -80,6 +84,7 @@ class Answer:
         handles: Sequence[Handle],
         prompts: Sequence[Sequence[int]],
         texts: TokenTexts,
+        regions: Sequence[AnswerRegions],
         *,
         with_acceptance: bool = False,
     ) -> None:
@@ -90,10 +95,12 @@ class Answer:
             handles: the handles of its texts.
             prompts: the token ids of each prompt.
             texts: the texts of single tokens.
+            regions: the regions of each text, before its first token.
             with_acceptance: whether to report the acceptance of drafts, for a request with one
                 text.
         """
         self.request, self.handles, self.prompts = request, handles, prompts
+        self.regions = regions
         self._texts = texts
         self._with_acceptance = with_acceptance
         kind = "chatcmpl" if request.is_chat else "cmpl"
@@ -107,6 +114,8 @@ class Answer:
         self._offsets = [0] * len(handles)
         # The tokens of each choice in the chunks so far. Its handle may have more.
         self._streamed = [0] * len(handles)
+        # The number of each choice's call that has opened last.
+        self._newest_call = [-1] * len(handles)
 
     # --- whole ------------------------------------------------------------------------------------
 
@@ -148,8 +157,12 @@ class Answer:
         }
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        handle, request = self.handles[index], self.request
-        choice: dict[str, Any] = {"index": index, "finish_reason": handle.finish_reason}
+        handle, request, regions = self.handles[index], self.request, self.regions[index]
+        if request.is_chat:
+            for piece in pieces:
+                regions.push(piece.text)
+            self._finish(index)
+        choice: dict[str, Any] = {"index": index, "finish_reason": self._reason(index)}
         choice |= self._completed(index)
         if request.return_token_ids:
             choice["token_ids"] = list(handle.tokens)
@@ -159,7 +172,7 @@ class Answer:
             logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
         logprobs = logprobs[: len(handle.tokens)]  # a stop string removes the tokens after it
         if request.is_chat:
-            choice["message"] = {"role": "assistant", "content": handle.text, "refusal": None}
+            choice["message"] = _message(regions)
             choice["logprobs"] = None if request.logprobs is None else self._chat_logprobs(logprobs)
             return choice
         text = self.prompt_text(index) + handle.text if request.echo else handle.text
@@ -171,6 +184,15 @@ class Answer:
             entries = map(self._entry, logprobs)
             choice["logprobs"] = self._completion_logprobs(index, [*first, *entries])
         return choice
+
+    def _finish(self, index: int) -> list[Event]:
+        """End the regions of a chat's text, and return the last events."""
+        handle = self.handles[index]
+        return self.regions[index].finish(str(handle.finish_reason), handle.is_at_stop_string)
+
+    def _reason(self, index: int) -> str | None:
+        """Return why a text ended, in OpenAI's words."""
+        return self.regions[index].finish_reason or self.handles[index].finish_reason
 
     # --- in chunks --------------------------------------------------------------------------------
 
@@ -191,9 +213,15 @@ class Answer:
             choice["logprobs"] = self._completion_logprobs(index, [*self._echoed(index)])
         return self._chunk(index, choice | self._of_prompt(index))
 
-    def piece(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """Return the chunk of a piece, or None if it would be empty."""
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """Return the chunks of a piece: one for each region of a chat, and none if it is empty.
+
+        The first of them has what belongs to the piece's tokens, such as their log-probabilities.
+        """
         request = self.request
+        deltas = []
+        if request.is_chat:
+            deltas = self._deltas(index, self.regions[index].push(piece.text))
         self._streamed[index] += len(piece.tokens)
         spans = piece.spans if request.include_accepted else ()
         logprobs: Any = None
@@ -203,25 +231,65 @@ class Answer:
             else:
                 logprobs = self._completion_logprobs(index, [*map(self._entry, piece.logprobs)])
         lists_tokens = request.include_accepted or request.return_token_ids
-        if not piece.text and logprobs is None and not (lists_tokens and piece.tokens):
-            return None
-        choice: dict[str, Any] = (
-            {"delta": {"content": piece.text}} if request.is_chat else {"text": piece.text}
-        )
+        has_text = bool(deltas) if request.is_chat else bool(piece.text)
+        if not has_text and logprobs is None and not (lists_tokens and piece.tokens):
+            return []
+        first = deltas[0] if deltas else {"content": ""}
+        choice: dict[str, Any] = {"delta": first} if request.is_chat else {"text": piece.text}
         choice |= {"logprobs": logprobs, "finish_reason": None}
         if request.include_accepted:
             choice["accepted"] = [[text, accepted] for text, accepted in spans]
             choice |= {"tokens": len(piece.tokens), "accepted_tokens": sum(piece.accepted)}
         if request.return_token_ids:
             choice["token_ids"] = list(piece.tokens)
-        return self._chunk(index, choice)
+        return [self._chunk(index, choice), *self._of_deltas(index, deltas[1:])]
 
-    def last(self, index: int) -> dict[str, Any]:
+    def _of_deltas(self, index: int, deltas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return chunks with deltas alone."""
+        parts = {"logprobs": None, "finish_reason": None}
+        return [self._chunk(index, {"delta": delta} | parts) for delta in deltas]
+
+    def _deltas(self, index: int, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """Return the deltas of a chat's events, one for each region and for each call."""
+        deltas: list[dict[str, Any]] = []
+        last: Any = None
+        for event in events:
+            if event.kind is RegionKind.TOOL_CALL:
+                deltas += self._call_delta(index, event)
+                last = None
+            elif isinstance(event, RegionGrew):
+                names = ("content",) if event.kind is RegionKind.CONTENT else _REASONING
+                if event.kind is last:  # more of the same region
+                    deltas[-1] = {name: deltas[-1][name] + event.text for name in names}
+                else:
+                    deltas.append(dict.fromkeys(names, event.text))
+                last = event.kind
+        return deltas
+
+    def _call_delta(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """Return the delta of an event of a call, in a list; none for its end."""
+        ids = self.regions[index].call_ids
+        if isinstance(event, RegionOpened):
+            self._newest_call[index] = number = event.index
+            function = {"name": event.name, "arguments": ""}
+            call = {"index": number, "id": ids[number], "type": "function", "function": function}
+        elif isinstance(event, RegionGrew):
+            call = {"index": self._newest_call[index], "function": {"arguments": event.text}}
+        else:
+            return []
+        return [{"tool_calls": [call]}]
+
+    def last(self, index: int) -> list[dict[str, Any]]:
+        """Return the chunks with the rest of a choice's text, and with its finish reason."""
+        deltas = self._deltas(index, self._finish(index)) if self.request.is_chat else []
+        return [*self._of_deltas(index, deltas), self._end(index)]
+
+    def _end(self, index: int) -> dict[str, Any]:
         """Return the chunk with a choice's finish reason."""
         choice: dict[str, Any] = {"delta": {}} if self.request.is_chat else {"text": ""}
         # A stop string removes the tokens after it.
         self._streamed[index] = len(self.handles[index].tokens)
-        choice |= {"logprobs": None, "finish_reason": self.handles[index].finish_reason}
+        choice |= {"logprobs": None, "finish_reason": self._reason(index)}
         return self._chunk(index, choice | self._completed(index))
 
     def total(self) -> dict[str, Any]:
@@ -347,6 +415,28 @@ class Answer:
             "logprob": _finite(logprob),
             "bytes": list(self._texts.bytes_of(token)),
         }
+
+
+_REASONING = ("reasoning", "reasoning_content")
+"""The names of the reasoning: the newer one, and that of older clients."""
+
+
+def _message(regions: AnswerRegions) -> dict[str, Any]:
+    """Return the message of a chat's answer."""
+    has_parts = regions.reasoning or regions.calls
+    content = None if has_parts and not regions.content else regions.content
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if regions.reasoning:
+        message |= dict.fromkeys(_REASONING, regions.reasoning)
+    if regions.calls:
+        message["tool_calls"] = [_call_object(call) for call in regions.calls]
+    return message
+
+
+def _call_object(identified: IdentifiedCall) -> dict[str, Any]:
+    call = identified.call
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": identified.id, "type": "function", "function": function}
 
 
 def _finite(logprob: float) -> float:

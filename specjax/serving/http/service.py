@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from specjax.chat import prompt_text, response_form, tag_tokens
 from specjax.errors import InputError
 from specjax.fill_in_the_middle import encode_gap, gap_end_ids
 from specjax.grammars import CheckerBusyError, CompiledGrammar, Grammar, GrammarChecker
@@ -23,12 +24,14 @@ from specjax.serving.http import requests
 from specjax.serving.http.drafts import Drafts
 from specjax.serving.http.errors import RequestError, invalid
 from specjax.serving.http.metrics import Metrics
+from specjax.serving.http.regions import AnswerRegions
 from specjax.serving.http.requests import Limits, TextRequest
 from specjax.serving.http.responses import draining_error
 from specjax.serving.http.tokens import TokenTexts
+from specjax.serving.http.tools import rendered_tools
 from specjax.serving.scheduler import QueueFullError
-from specjax.templates import ChatEnd, Settings, names_read
-from specjax.text import encode_chat, encode_continuation
+from specjax.templates import ChatEnd, Settings, names_read, takes_tools, thinking_switch
+from specjax.text import encode_chat, encode_continuation, special_texts
 
 MAX_REQUEST_LOGPROBS = 500_000
 """The largest number of log-probabilities of an answer, the top ones included: some 50 MB."""
@@ -104,6 +107,7 @@ class Service:
         options: the options of the application.
         limits: the limits and defaults of the model.
         texts: the texts of single tokens.
+        form: how the model writes the answers of chats; None: it is unknown.
         drafts: the clients that draft; None: the engine accepts no drafts of clients.
         metrics: the metrics for Prometheus.
         grammar_checker: the checker of requests' grammars; None: they are compiled at once.
@@ -125,11 +129,16 @@ class Service:
             has_chat=bool(tokenizer.chat_template),
             has_grammars=engine.has_grammars,
             has_penalties=engine.has_penalties,
+            takes_tools=takes_tools(tokenizer),
+            can_require_calls=False,
             template_names=names_read(tokenizer),
+            thinking_switch=thinking_switch(tokenizer),
             eos_token_ids=tuple(config.eos_token_ids),
             default_sampling=engine.default_sampling or Limits.default_sampling,
         )
         self.texts = TokenTexts(tokenizer)
+        self.form = response_form(tokenizer) if self.limits.has_chat else None
+        self._tags = None if self.form is None else tag_tokens(tokenizer, self.form)
         self._max_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))
         self.drafts = None
         if engine.client_drafts is not None:
@@ -323,6 +332,7 @@ class Service:
                     request.chat_template_kwargs,
                     request.chat_end,
                     request.suffix,
+                    request.tools,
                 )
             )
         max_new_tokens = [self._max_new_tokens(request, len(tokens), name) for tokens in prompts]
@@ -342,6 +352,8 @@ class Service:
             "cache_salt": request.cache_salt,
             "priority": request.priority,
             "is_chat": request.is_chat,
+            "special_texts": self._special_texts(request),
+            "with_stop": request.include_stop,
             "compiled_grammar": grammar,
         }
         for tokens, count in zip(prompts, max_new_tokens, strict=True):
@@ -356,6 +368,42 @@ class Service:
                 for choice in range(request.n):
                     submission.add(self.engine.submit(tokens, params, choice=choice, **options))
         return prompts
+
+    def regions(self, request: TextRequest, prompt: Sequence[int]) -> AnswerRegions:
+        """Return the regions of a text of a request, before its first token.
+
+        It decodes the prompt of a chat, which takes milliseconds, and so must run in a thread.
+
+        Args:
+            request: the request.
+            prompt: the token ids of the text's prompt.
+        """
+        form = self.form if request.is_chat else None
+        has_begun = form is not None and request.chat_end != "messages"
+        return AnswerRegions(
+            form,
+            prompt_text(self.engine.tokenizer, prompt) if has_begun else "",
+            request.tools,
+            with_calls=request.tool_choice.mode != "none",
+            with_reasoning=request.include_reasoning,
+        )
+
+    def _special_texts(self, request: TextRequest) -> dict[int, str] | None:
+        """Return the special tokens that are text in the answer to a request; None: there are none.
+
+        These are the tags of the model's form, from which its answer is read, and all of them if
+        the request wants so. The stop token at the end of a text is left out, unless the request
+        wants what it stops at.
+        """
+        tags = self._tags if request.is_chat else None
+        if request.skip_special_tokens:
+            return tags
+        stated = self._stop_token_ids(request)
+        stops = self.limits.eos_token_ids if stated is None else stated
+        texts = special_texts(self.engine.tokenizer)
+        if not request.include_stop:
+            texts = {token: text for token, text in texts.items() if token not in stops}
+        return texts | (tags or {})
 
     def _stop_token_ids(self, request: TextRequest) -> tuple[int, ...] | None:
         """Return the stop tokens of a request; with a suffix also those that end a middle."""
@@ -393,6 +441,7 @@ class Service:
         chat_template_kwargs: Settings | None = None,
         chat_end: ChatEnd = "answer",
         suffix: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Return the token ids of a prompt.
 
@@ -406,6 +455,7 @@ class Service:
             chat_template_kwargs: the arguments of the chat template beside the messages.
             chat_end: where the text of a chat ends.
             suffix: the text after the gap that the model fills; empty: there is no gap.
+            tools: the tools that a chat may call.
 
         Raises:
             RequestError: The prompt is invalid or too long.
@@ -413,7 +463,8 @@ class Service:
         is_text = isinstance(prompt, str) or isinstance(prompt[0], Mapping)
         length = 0
         if is_text:
-            length = sum(map(_characters, (prompt, [chat_template_kwargs or {}], suffix)))
+            parts = (prompt, [chat_template_kwargs or {}], suffix, list(tools))
+            length = sum(map(_characters, parts))
         if length > self._max_characters:
             names = f"{name} and suffix" if suffix else name
             message = (
@@ -426,9 +477,13 @@ class Service:
                 tokens = encode_gap(self.engine.tokenizer, prompt, suffix, add_special_tokens)
                 return self.engine.encode(tokens)
         with _as_answers(name):
-            if chat_end != "answer" and not isinstance(prompt, str):
+            if (tools or chat_end != "answer") and not isinstance(prompt, str):
                 tokens = encode_chat(
-                    self.engine.tokenizer, prompt, chat_template_kwargs, end=chat_end
+                    self.engine.tokenizer,
+                    prompt,
+                    chat_template_kwargs,
+                    end=chat_end,
+                    tools=rendered_tools(tools),
                 )
                 return self.engine.encode(tokens)
             if isinstance(prompt, str) and not add_special_tokens:

@@ -49,11 +49,18 @@ class GenerationResponse:
                 # A prompt counts once, with its first choice.
                 service.metrics.watch(handle, 0 if choice else len(prompts[prompt_index]))
             headers = service.ignored_header(request.ignored)
+            regions = await service.in_thread(
+                lambda: [
+                    service.regions(request, prompts[index // request.n])
+                    for index in range(len(handles))
+                ]
+            )
             answer = responses.Answer(
                 request,
                 handles,
                 prompts,
                 service.texts,
+                regions,
                 with_acceptance=service.options.with_acceptance,
             )
             if request.stream:
@@ -100,11 +107,12 @@ async def _stream(
             if is_first:
                 await put_first(index)
             is_first = False
-            if (chunk := _event_or_none(answer.piece(index, piece))) is not None:
-                await put(chunk)
+            for chunk in answer.piece(index, piece):
+                await put(responses.event(chunk))
         if is_first:
             await put_first(index)
-        await put(responses.event(answer.last(index)))
+        for chunk in answer.last(index):
+            await put(responses.event(chunk))
 
     try:
         await run_all([put_choice(index) for index in range(len(answer.handles))])

@@ -66,6 +66,7 @@ class MadeUpHandle:
     prediction_length: int = 0
     acceptance: Any = None
     grammar_completed: bool | None = None
+    is_at_stop_string: bool = False
 
     @property
     def _arrived(self) -> int:
