@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,7 +10,8 @@ from typing import Any, Literal
 import regex
 
 from specjax.chat.events import Event, RegionClosed, RegionGrew, RegionKind, RegionOpened
-from specjax.chat.json_reader import JsonMark, JsonReader, Path
+from specjax.chat.json_reader import SURROGATE, JsonMark, JsonReader, Path
+from specjax.chat.parameter_types import ParameterTypes
 from specjax.errors import InputError
 
 Tools = Sequence[Mapping[str, Any]]
@@ -74,8 +76,9 @@ class ParsedCallForm:
             items = [_fill(transform, {**captures, "content": value})]
         else:
             items = value if isinstance(value, list) else [value]
-        types = _parameter_types(tools) if self.field["content"] in _WITHOUT_TYPES else {}
-        return [_name_and_arguments(item, types) for item in items]
+        if self.field["content"] not in _WITHOUT_TYPES:
+            tools = ()
+        return [_name_and_arguments(item, tools) for item in items]
 
 
 CallForm = JsonCallForm | ParsedCallForm
@@ -153,7 +156,7 @@ class JsonCalls:
         self._json = JsonReader()
         self._blank = ""  # the white space before the value
         self._pieces: list[str] = []
-        self._newest = 0  # the offset of the last piece
+        self._oldest = self._newest = 0  # the offsets of the first and of the last piece
         self._depth = 1 if form.is_list else 0
         self._length = 0  # the number of characters before the first fault
         self._complete_end = 0  # the offset behind the last complete call
@@ -213,7 +216,7 @@ class JsonCalls:
 
     def _slice(self, start: int, end: int) -> str:
         if start < self._newest:
-            self._pieces, self._newest = ["".join(self._pieces)], 0
+            self._pieces, self._newest = ["".join(self._pieces)], self._oldest
         return self._pieces[-1][start - self._newest : end - self._newest] if self._pieces else ""
 
     def _mark(self, mark: JsonMark, events: list[Event]) -> None:
@@ -254,6 +257,9 @@ class JsonCalls:
                     events.append(RegionGrew(RegionKind.TOOL_CALL, text))
                 events.append(RegionClosed(RegionKind.TOOL_CALL))
                 self.is_open, self._complete_end = False, offset
+                # What is read again of a long list is its newest call.
+                self._pieces = [self._slice(offset, self._length)]
+                self._oldest = self._newest = offset
             else:
                 self.is_broken = True
 
@@ -275,7 +281,9 @@ class JsonCalls:
 def _is_object(text: str) -> bool:
     reader = JsonReader()
     reader.push(text)
-    return text.startswith("{") and reader.is_complete and not text[reader.length :].strip()
+    return (
+        text.startswith("{") and reader.is_complete and not text[reader.length :].strip(" \t\r\n")
+    )
 
 
 # --- calls that are read when they end ------------------------------------------------------------
@@ -318,16 +326,32 @@ def _plain_json(
         unquoted_keys: whether keys may be words without quotes.
         string_delims: pairs of tags that may stand around a string, which has no escapes.
     """
-    tags = [f"{re.escape(first)}(.*?){re.escape(last)}" for first, last in string_delims]
+    ends: dict[str, str] = {first: last for first, last in string_delims}  # noqa: C416
     key = [r"(?<=[{,])\s*[\w.\-]+(?=\s*:)"] if unquoted_keys else []
-    quoted = r'"(?:\\.|[^"\\])*"'
+    begins = re.compile("|".join([*map(re.escape, ends), '"', *key]))
+    pieces: list[str] = []
+    position = 0
+    while (match := begins.search(text, position)) is not None:
+        pieces.append(text[position : match.start()])
+        position = match.end()
+        if match[0] in ends:
+            end = text.find(ends[match[0]], position)
+            if end < 0:  # a search from each string's begin to the text's end would be quadratic
+                raise ValueError("a string does not end")
+            pieces.append(json.dumps(text[position:end]))
+            position = end + len(ends[match[0]])
+        elif match[0] == '"':
+            string = _STRING_REST.match(text, position)
+            if string is None:
+                raise ValueError("a string does not end")
+            pieces.append('"' + string[0])
+            position = string.end()
+        else:
+            pieces.append(json.dumps(match[0].strip()))
+    return "".join([*pieces, text[position:]])
 
-    def plain(match: re.Match[str]) -> str:
-        if match.lastindex is not None:
-            return json.dumps(match[match.lastindex])
-        return match[0] if match[0].startswith('"') else json.dumps(match[0].strip())
 
-    return re.sub("|".join([*tags, quoted, *key]), plain, text, flags=re.DOTALL)
+_STRING_REST = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def _parse_content() -> Any:
@@ -336,20 +360,31 @@ def _parse_content() -> Any:
     return parse_content
 
 
+MAX_BODY_SECONDS = 0.25
+"""The processor time that the tags of one call may take. A template's expression may be slow."""
+
+_TEXT = re.compile(r"[^ \t\r\n]|\Z")
+
+
+def _start_of_text(body: str, position: int) -> int:
+    match = _TEXT.search(body, position)
+    return len(body) if match is None else match.start()
+
+
 def _tags(body: str, pattern: str) -> dict[str, str]:
     """Return the values of tags by key; all of the body must be tags."""
     values: dict[str, str] = {}
-    tag, end = regex.compile(pattern, regex.DOTALL), len(body.rstrip())
-    position = len(body) - len(body.lstrip())
+    tag, end = regex.compile(pattern, regex.DOTALL), len(body.rstrip(" \t\r\n"))
+    deadline = time.thread_time() + MAX_BODY_SECONDS
+    position = _start_of_text(body, 0)
     while position < end:
         # Tags are matched one behind the other. A search would begin again at each tag that has no
         # end, in quadratic time.
-        match = tag.match(body, position)
+        match = tag.match(body, position, timeout=max(0.001, deadline - time.thread_time()))
         if match is None or match.end() == position or match["key"] in values:
             raise ValueError("text between the tags, or a key twice")
         values[match["key"]] = match["value"]
-        position = match.end()
-        position += len(body[position:]) - len(body[position:].lstrip())
+        position = _start_of_text(body, match.end())
     return values
 
 
@@ -370,7 +405,7 @@ def _fill(transform: Any, values: Mapping[str, Any]) -> Any:
     return value
 
 
-def _name_and_arguments(value: Any, types: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+def _name_and_arguments(value: Any, tools: Tools) -> tuple[str, str]:
     """Return a call's name and its arguments as JSON text.
 
     Raises:
@@ -388,24 +423,24 @@ def _name_and_arguments(value: Any, types: Mapping[str, Mapping[str, Any]]) -> t
         return name, arguments
     if not isinstance(arguments, Mapping):
         raise ValueError("arguments that are no object")
-    schemas = types.get(name, {})
+    schemas = ParameterTypes(_parameters_of(tools, name))
     typed = {
-        key: _typed(value, schemas[key]) if isinstance(value, str) and key in schemas else value
+        key: _typed(value, schemas.of(key)) if isinstance(value, str) else value
         for key, value in arguments.items()
     }
-    return name, json.dumps(typed, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(typed, ensure_ascii=False, allow_nan=False)
+    _check_characters(name + text)
+    return name, text
 
 
-def _parameter_types(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """Return the schemas of the parameters of each tool, by name."""
-    schemas: dict[str, Mapping[str, Any]] = {}
+def _parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
+    """Return the schema of the arguments of the tool with a name; empty if there is none."""
     for tool in tools:
         function = tool.get("function", tool)
-        parameters = function.get("parameters") if isinstance(function, Mapping) else None
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(properties, Mapping):
-            schemas[str(function.get("name"))] = properties
-    return schemas
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            return parameters if isinstance(parameters, Mapping) else {}
+    return {}
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -419,12 +454,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _SPELLINGS = {"True": True, "False": False, "None": None}
 
 
-def _typed(text: str, schema: Any) -> Any:
+def _typed(text: str, types: frozenset[str] | None) -> Any:
     """Return an argument's text as a value of a type that its schema allows, if it is one.
 
-    A text that is a value of another allowed type is not read as a string.
+    A text that is a value of another allowed type is not read as a string. Where any type is
+    allowed (None), the text stays a string.
     """
-    types = _schema_types(schema) - {"string"}
+    if types is None:
+        return text
     try:
         value = _SPELLINGS[text.strip()] if text.strip() in _SPELLINGS else _json(text)
     except (ValueError, RecursionError):
@@ -440,21 +477,31 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _json(text: str) -> Any:
+    """Return a JSON value.
+
+    Raises:
+        ValueError: it is not JSON, or has NaN, a repeated key or a lone surrogate.
+    """
+
     def refuse(constant: str) -> Any:
         raise ValueError(constant)
 
-    return json.loads(text, parse_constant=refuse)
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            raise ValueError("a repeated key")
+        return value
+
+    value = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    if "\\u" in text:
+        _check_characters(json.dumps(value, ensure_ascii=False))
+    return value
 
 
-def _schema_types(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    declared = schema.get("type")
-    names = {declared} if isinstance(declared, str) else set(declared or ())
-    for union in ("anyOf", "oneOf"):
-        for choice in schema.get(union) or ():
-            names |= _schema_types(choice)
-    return names | ({"null"} if schema.get("nullable") else set())
+def _check_characters(text: str) -> None:
+    """Refuse, with a ValueError, a text that has no bytes in UTF-8."""
+    if SURROGATE.search(text) is not None:
+        raise ValueError("a lone surrogate")
 
 
 @dataclass

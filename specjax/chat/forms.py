@@ -24,17 +24,43 @@ _KINDS = {
 """The fields of an answer that chat templates read. The text of any further field is content."""
 
 
+MAX_TAG = 1024
+"""The number of characters of the longest tag. Text that may become a tag is held up to there."""
+
+MAX_SEARCH_SECONDS = 0.25
+"""The processor time that one search for a tag may take. A template's expression may be slow."""
+
+
+_ENDS = regex.compile(r"(?P<end>\\[bBmMZz]|\$)|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", regex.DOTALL)
+"""What an expression may say of the end of a word or text, and the parts where it means no end."""
+
+_LOOK = r"(?:(?=[\s\S])|)"
+
+
 @dataclass(frozen=True)
 class Delimiter:
     """A tag that opens or closes a region.
 
     Attributes:
         pattern: the expression that it matches.
-        literals: the texts, if it is one of a list of texts; empty if it is an expression.
+        probe: the same expression with an end that never matches. A partial match of it says that
+            the expression looks at text behind the end, so more text may change what it matches.
+            A partial match of ``pattern`` is given only where it matches nowhere.
     """
 
     pattern: Any
-    literals: tuple[str, ...] = ()
+    probe: Any
+
+    @classmethod
+    def from_pattern(cls, pattern: str, flags: int = 0) -> "Delimiter":
+        """Compile an expression.
+
+        Raises:
+            regex.error: it is not valid.
+        """
+        # An end of a word or of the text makes no match partial. A look at the next character does.
+        looking = _ENDS.sub(lambda match: _LOOK if match["end"] else match[0], pattern)
+        return cls(regex.compile(pattern, flags), regex.compile(f"(?:{looking})(?!)", flags))
 
     def search(self, text: str, start: int, is_last: bool) -> tuple[Any, int]:
         """Search a text that may still grow.
@@ -42,36 +68,46 @@ class Delimiter:
         Returns:
             The first match, or None; and where text begins that may become a match, or the
             length of the text. With ``is_last``, the text does not grow.
+
+        Raises:
+            TimeoutError: the expression takes too long.
         """
-        match = self.pattern.search(text, start, partial=not is_last)
+        match = self._first(text, start)
+        if is_last:
+            return match, len(text)
+        pending = self.probe.search(
+            text, max(start, len(text) - MAX_TAG + 1), partial=True, timeout=MAX_SEARCH_SECONDS
+        )
+        hold = len(text) if pending is None else pending.start()
         if match is None:
-            return None, len(text)
-        if not is_last and (match.partial or self._may_grow(match, text)):
-            return None, match.start()
+            return None, hold
+        if hold <= match.start():
+            return None, hold
         return match, len(text)
 
     def match(self, text: str, start: int, is_last: bool) -> tuple[Any, bool]:
-        """Return the match at an offset, or None, and whether the text may become a match."""
-        match = self.pattern.match(text, start, partial=not is_last)
-        if match is None:
-            return None, False
-        if not is_last and (match.partial or self._may_grow(match, text)):
-            return None, True
-        return match, False
+        """Return the match at an offset, or None, and whether the text may become a match.
 
-    def _may_grow(self, match: Any, text: str) -> bool:
-        """Return True if more text could change a match."""
-        if self.literals:
-            rest = text[match.start() :]
-            return any(
-                len(literal) > len(rest) and literal.startswith(rest) for literal in self.literals
-            )
-        if match.end() < len(text):
-            return False
-        if match.end() == match.start():
-            return True
-        longer = self.pattern.match(text + "\0", match.start())
-        return longer is None or longer.span() != match.span() or longer[0] != match[0]
+        Raises:
+            TimeoutError: the expression takes too long.
+        """
+        match = self.pattern.match(text, start, start + MAX_TAG, timeout=MAX_SEARCH_SECONDS)
+        if is_last or len(text) >= start + MAX_TAG:
+            return match, False
+        pending = self.probe.match(text, start, partial=True, timeout=MAX_SEARCH_SECONDS)
+        return (match, False) if pending is None else (None, True)
+
+    def _first(self, text: str, start: int) -> Any:
+        """Return the first match that is not too long."""
+        while True:
+            match = self.pattern.search(text, start, timeout=MAX_SEARCH_SECONDS)
+            if match is None or len(text) <= match.start() + MAX_TAG:
+                return match
+            place = match.start()
+            match = self.pattern.match(text, place, place + MAX_TAG, timeout=MAX_SEARCH_SECONDS)
+            if match is not None:
+                return match
+            start = place + 1
 
 
 @dataclass(frozen=True)
@@ -169,10 +205,13 @@ class ResponseForm:
 
     def after_anchor(self, prompt: str) -> str:
         """Return what follows the last begin of an answer in a prompt; empty if there is none."""
-        end = None
-        for match in self.anchor.pattern.finditer(prompt):
-            end = match.end()
-        return "" if end is None else prompt[end:]
+        end = len(prompt)
+        try:
+            for match in self.anchor.pattern.finditer(prompt, timeout=MAX_SEARCH_SECONDS):
+                end = match.end()
+        except TimeoutError:
+            return ""
+        return prompt[end:]
 
 
 def _read(template: Any, kinds: Mapping[str, RegionKind]) -> ResponseForm:
@@ -233,11 +272,11 @@ def _delimiter(value: Mapping[str, Any], literal: str, pattern: str) -> Delimite
     if literal in value and pattern in value:
         raise ValueError(f"{literal}: cannot be given together with {pattern}")
     if pattern in value:
-        return Delimiter(regex.compile(value[pattern], regex.DOTALL))
+        return Delimiter.from_pattern(value[pattern], regex.DOTALL)
     if literal not in value:
         return None
     texts = [value[literal]] if isinstance(value[literal], str) else list(value[literal])
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"{literal}: must be a text, or a list of texts, none of them empty")
     texts.sort(key=len, reverse=True)  # the longest of several that match is taken
-    return Delimiter(regex.compile("|".join(map(regex.escape, texts))), tuple(texts))
+    return Delimiter.from_pattern("|".join(map(regex.escape, texts)))

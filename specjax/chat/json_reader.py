@@ -13,12 +13,18 @@ _LITERALS = ("true", "false", "null")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_BEGUN = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?((?<=[0-9])[eE][+-]?[0-9]*)?)?")
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""A character that has no bytes in UTF-8. Encoders of JSON refuse a text with it."""
+
 MAX_DEPTH = 100
 """The number of nested objects and arrays that is read. Readers of JSON refuse deep texts."""
+
+
+MAX_KEY = 2000
+"""The number of characters of the longest key. A key is read again with every piece."""
 
 
 @dataclass
@@ -59,7 +65,8 @@ class JsonReader:
     """A reader of the JSON text of an object or an array, character by character.
 
     It is as strict as `json.loads`, and also refuses NaN, Infinity, repeated keys, strings with
-    lone surrogates as characters, and more than `MAX_DEPTH` nested values.
+    lone surrogates as characters or escapes, keys of more than `MAX_KEY` characters, and more than
+    `MAX_DEPTH` nested values.
 
     Attributes:
         length: the number of characters that were read.
@@ -76,6 +83,7 @@ class JsonReader:
         self._token_start = -1  # the offset of the string, number or literal that is being read
         self._is_string = False
         self._escape = ""  # the escape sequence that is being read
+        self._is_half = False  # the newest character is the first half of a surrogate pair
         self._is_key = False
 
     def push(self, piece: str) -> list[JsonMark]:
@@ -170,11 +178,15 @@ class JsonReader:
     def _in_string(self, position: int, marks: list[JsonMark]) -> int:
         if self._escape:
             return self._in_escape(position)
+        if self._is_half and self._recent[position - self._base] != "\\":
+            return self._break(position)
         match = _IN_STRING.match(self._recent, position - self._base)
         assert match is not None
-        if (surrogate := _SURROGATE.search(match[0])) is not None:
+        if (surrogate := SURROGATE.search(match[0])) is not None:
             return self._break(position + surrogate.start())
         end = self._base + match.end()
+        if self._is_key and end > self._token_start + MAX_KEY:
+            return self._break(max(position, self._token_start + MAX_KEY))
         if match.end() == len(self._recent):
             return end
         if self._recent[match.end()] == "\\":
@@ -199,11 +211,18 @@ class JsonReader:
     def _in_escape(self, position: int) -> int:
         character = self._recent[position - self._base]
         if self._escape == "\\":
-            if character not in _ESCAPES and character != "u":
+            if character != "u" and (character not in _ESCAPES or self._is_half):
                 return self._break(position)
             self._escape = "\\u" if character == "u" else ""
         elif character in _HEX:
-            self._escape = self._escape + character if len(self._escape) < 5 else ""
+            self._escape += character
+            if len(self._escape) < 6:
+                return position + 1
+            code, self._escape = int(self._escape[2:], 16), ""
+            is_second = 0xDC00 <= code < 0xE000
+            if is_second is not self._is_half:
+                return self._break(position)
+            self._is_half = 0xD800 <= code < 0xDC00
         else:
             return self._break(position)
         return position + 1

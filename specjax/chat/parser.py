@@ -1,6 +1,8 @@
 """The parser of an answer: text that grows becomes regions that open, grow and close."""
 
 import re
+import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +15,11 @@ from specjax.chat.events import (
     RegionKind,
     RegionOpened,
 )
-from specjax.chat.forms import RegionForm, ResponseForm
+from specjax.chat.forms import MAX_SEARCH_SECONDS, RegionForm, ResponseForm
+from specjax.chat.json_reader import SURROGATE
 
 _SPACE = " \t\r\n"
-_FIRST_TAG = re.compile(r"\s*(?:<[^<>\s]{2,40}>|\[/?[A-Z_]{2,40}\]|to=functions\b)")
+_FIRST_TAG = re.compile(r"[ \t\r\n]*(?:<[^<>\s]{2,40}>|\[/?[A-Z_]{2,40}\]|to=functions\b)")
 """The first part of a tag that has several, such as ``<|channel|>`` before a channel's name.
 
 gpt-oss may write the name of a tool before the first special token.
@@ -27,6 +30,16 @@ _MOST_SPACE = 64
 
 _KEPT_CHARACTERS = 256
 """The number of characters before the newest ones that stay, for expressions that look back."""
+
+
+_BLOCK = 1024
+"""The number of characters that are searched at once. Each tag costs a search of a whole block."""
+
+_FREE_SECONDS = 0.01
+"""The processor time of a search that does not count as slow."""
+
+_FREE_SECONDS_PER_CHARACTER = 2e-6
+"""The processor time, for a character of a call, that does not count as slow."""
 
 
 class AnswerParser:
@@ -92,6 +105,8 @@ class AnswerParser:
         self._writer = _TextWriter()
         self._queued: list[Event] = []
         self._call_count = 0
+        self._slow_seconds = 0.0  # the processor time of slow searches
+        self._has_given_up = False  # the searches took too long: what follows is content
         self._is_finished = False
         self._read_prompt(form.after_anchor(prompt))
 
@@ -110,12 +125,15 @@ class AnswerParser:
     def feed(self, text: str) -> list[Event]:
         """Append text to the answer, and return the new events.
 
+        Lone surrogates, which no encoder of JSON takes, become U+FFFD.
+
         Raises:
             RuntimeError: the parser has finished.
         """
         if self._is_finished:
             raise RuntimeError("AnswerParser.feed: the answer has finished; make a new parser")
         queued, self._queued = self._queued, []
+        text = SURROGATE.sub("\ufffd", text)
         return self._numbered(queued + self._advance(text, is_last=False))
 
     def finish(self, is_cut: bool = False) -> list[Event]:
@@ -139,7 +157,8 @@ class AnswerParser:
             self._writer.pause(events)
             self._writer.pass_tag()
         events += self._advance("", is_last=True)
-        self._end_call(is_cut, events)
+        with suppress(TimeoutError):  # the call has been reported, or is content
+            self._end_call(is_cut, events)
         self._writer.finish(events)
         return self._numbered(events)
 
@@ -161,23 +180,50 @@ class AnswerParser:
 
     def _advance(self, text: str, is_last: bool) -> list[Event]:
         events: list[Event] = []
-        if self._position > 16 * _KEPT_CHARACTERS:
-            self._buffer = self._buffer[self._position - _KEPT_CHARACTERS :]
-            self._empty_tag -= self._position - _KEPT_CHARACTERS
-            self._position = _KEPT_CHARACTERS
-        self._buffer += text
-        while self._step(events, is_last):
-            pass
+        for begin in range(0, max(1, len(text)), _BLOCK):
+            if self._position > 16 * _KEPT_CHARACTERS:
+                self._buffer = self._buffer[self._position - _KEPT_CHARACTERS :]
+                self._empty_tag -= self._position - _KEPT_CHARACTERS
+                self._position = _KEPT_CHARACTERS
+            self._buffer += text[begin : begin + _BLOCK]
+            try:
+                while self._step(events, is_last):
+                    pass
+            except TimeoutError:
+                self._give_up(events)
         return events
+
+    def _spend(self, start: float, length: int = 0) -> None:
+        """Count the processor time since a start, and raise TimeoutError if it is too much."""
+        seconds = time.thread_time() - start
+        if seconds > _FREE_SECONDS + length * _FREE_SECONDS_PER_CHARACTER:
+            self._slow_seconds += seconds
+            if self._slow_seconds > MAX_SEARCH_SECONDS:
+                raise TimeoutError
+
+    def _give_up(self, events: list[Event]) -> None:
+        """Turn all that follows into content."""
+        if self._body is not None:
+            self._give_back(events, "".join(self._body.pieces))
+        elif self._region is not None and self._region.calls is None:
+            self._writer.close(events)
+        self._region = self._json = self._body = None
+        self._is_behind_json, self._has_given_up = False, True
+        self._write(self._buffer[self._position :], events)
+        self._position = len(self._buffer)
 
     def _step(self, events: list[Event], is_last: bool) -> bool:
         """Process a part of the text; False if more text is needed."""
+        if self._has_given_up:
+            self._write(self._buffer[self._position :], events)
+            self._position = len(self._buffer)
+            return False
         if self._is_behind_json:
             return self._close_json(is_last)
         if self._json is not None:
             return self._read_json(events)
         watched = self._watched()
-        first, hold = None, len(self._buffer)
+        first, hold, begin = None, len(self._buffer), time.thread_time()
         for order, (region, is_open) in enumerate(watched):
             delimiter = region.opens if is_open else region.closes
             assert delimiter is not None
@@ -189,6 +235,7 @@ class AnswerParser:
                 key = (match.start(), match.start() - match.end(), not is_open, order)
                 if first is None or key < first[0]:
                     first = (key, region, is_open, match)
+        self._spend(begin)
         if first is not None and first[0][0] < hold:
             return self._pass(*first[1:], events)
         end = len(self._buffer) if is_last else hold
@@ -237,7 +284,10 @@ class AnswerParser:
 
     def _write(self, text: str, events: list[Event]) -> None:
         """Add text to the open region, or to the text outside."""
-        if self._body is not None:
+        if self._has_given_up:
+            if text:
+                self._writer.write(RegionKind.CONTENT, text, True, events)
+        elif self._body is not None:
             self._body.pieces.append(text)
         elif self._region is not None:
             self._writer.write(self._region.kind, text, self._region.is_stripped, events)
@@ -300,11 +350,12 @@ class AnswerParser:
         """Read the calls of a region that has closed."""
         assert self._region is not None and self._body is not None
         assert isinstance(self._region.calls, ParsedCallForm)
-        text = "".join(self._body.pieces)
+        text, start = "".join(self._body.pieces), time.thread_time()
         try:
             calls = self._region.calls.read(text, self._body.captures, self._tools)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, TimeoutError):
             self._give_back(events, text + closing)
+            self._spend(start, len(text))
             return
         self._writer.pause(events)
         for name, arguments in calls:
@@ -313,6 +364,7 @@ class AnswerParser:
             events.append(RegionClosed(RegionKind.TOOL_CALL))
         self._writer.pass_tag()
         self._region = self._body = None
+        self._spend(start, len(text))
 
     def _give_back(self, events: list[Event], text: str = "") -> None:
         """Turn a call that does not parse into content."""

@@ -176,4 +176,5 @@ PUBLISHED = [
         {"enable_thinking": True},
     ),
     Published("phi4_mini", "phi4_mini", ("</s>", "<|end|>"), ("text",)),
+    Published("phi4_reasoning", "thoughts", ("<|im_end|>",), ("text",)),
 ]

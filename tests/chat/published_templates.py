@@ -25,6 +25,7 @@ IN_PACKAGE = {
     "llama3_2": "library/llama3.2:3b",
     "llama4": "library/llama4:latest",
     "phi4_mini": "library/phi4-mini:3.8b",
+    "phi4_reasoning": "library/phi4-reasoning:14b",
 }
 
 TEMPLATES = (*sorted(path.stem for path in _FILES.glob("*.jinja")), *IN_PACKAGE)

@@ -19,6 +19,7 @@ from specjax.chat import (
     response_form,
 )
 from specjax.chat import calls as calls_module
+from specjax.chat.parameter_types import ParameterTypes
 from specjax.errors import InputError
 from tests.chat.published_templates import template
 from tests.conftest import ASSETS
@@ -258,5 +259,114 @@ def test_gemmas_dialect_of_json_is_read(body, value) -> None:
     ],
 )
 def test_arguments_without_types_are_read_as_the_schema_says(text_value, schema, value) -> None:
-    typed = calls_module._typed(text_value, schema)
+    types = ParameterTypes({"properties": {"a": schema}}).of("a")
+    typed = calls_module._typed(text_value, types)
     assert typed == value and type(typed) is type(value)
+
+
+_DEFINITIONS = {
+    "Count": {"type": "integer"},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Count"}]},
+    "Own": {"$ref": "#/$defs/Own"},
+    "Parent": {"properties": {"b": {"$ref": "#/$defs/Count"}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"$ref": "#/$defs/Count"}, {"integer"}),
+        ({"$ref": "#/$defs/Missing"}, None),
+        ({"$ref": "https://example.org/schema"}, None),
+        ({"$ref": "#/$defs/Own"}, None),
+        ({"$ref": "#/$defs/Loop"}, None),
+        ({"allOf": [{"type": ["integer", "string"]}, {"type": ["integer", "null"]}]}, {"integer"}),
+        ({"allOf": [{"$ref": "#/$defs/Count"}, {"description": "how many"}]}, {"integer"}),
+        ({"allOf": [{"type": "number"}, {"type": "integer"}]}, {"integer"}),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"integer", "null"}),
+        ({"anyOf": [{"type": "integer"}, {}]}, None),
+        ({"oneOf": [{"enum": [1, None]}, {"const": "a"}]}, {"integer", "null", "string"}),
+        ({"type": "integer", "nullable": True}, {"integer", "null"}),
+        ({"type": 5, "anyOf": 5, "allOf": 5, "enum": 5, "$ref": 5}, None),
+        (True, None),
+    ],
+)
+def test_the_types_of_a_parameter_are_found_behind_references_and_unions(schema, types) -> None:
+    parameters = {"properties": {"a": schema}, "$defs": _DEFINITIONS}
+    assert ParameterTypes(parameters).of("a") == types
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/Parent", "$defs": _DEFINITIONS},
+        {"allOf": [{"$ref": "#/$defs/Parent"}, {"type": "object"}], "$defs": _DEFINITIONS},
+        {"properties": {"b": {"$ref": "#/$defs/Count"}}, "$defs": _DEFINITIONS},
+    ],
+)
+def test_parameters_may_stand_behind_a_reference(parameters) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = "<tool_call><function=f><parameter=b>5</parameter></function></tool_call>"
+    answer = AnswerParser(family_form("qwen3_5"), tools=tools).parse(text)
+    assert [call.values() for call in answer.tool_calls] == [{"b": 5}]
+
+
+def test_references_that_multiply_cost_bounded_work() -> None:
+    """Refer twice to the next definition, 60 times: 2 to the 60 schemas."""
+    definitions = {
+        f"d{level}": {"allOf": [{"$ref": f"#/$defs/d{level + 1}"}] * 2} for level in range(60)
+    }
+    types = ParameterTypes({"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions})
+    assert types.of("a") is None
+
+
+SURROGATES = {
+    "in an argument": (
+        "qwen3",
+        lambda text: f'<tool_call>{{"name": "f", "arguments": {{"a": "{text}"}}}}</tool_call>',
+    ),
+    "in a key": (
+        "qwen3",
+        lambda text: f'<tool_call>{{"name": "f", "arguments": {{"{text}": 1}}}}</tool_call>',
+    ),
+    "in a name": (
+        "qwen3",
+        lambda text: f'<tool_call>{{"name": "{text}", "arguments": {{}}}}</tool_call>',
+    ),
+    "in a text of arguments": (
+        "qwen3",
+        lambda text: (
+            '<tool_call>{"name": "f", "arguments": '
+            + json.dumps(f'{{"a": "{text}"}}')
+            + "}</tool_call>"
+        ),
+    ),
+    "in Gemma's form": ("gemma4", lambda text: f'<|tool_call>call:f{{a:"{text}"}}<tool_call|>'),
+}
+
+
+@pytest.mark.parametrize(("family", "text_of"), SURROGATES.values(), ids=SURROGATES)
+def test_escapes_of_lone_surrogates_do_not_leave_the_parser(family, text_of) -> None:
+    for escape in (r"\ud83c", r"\udf89", r"\ud83cx", r"\ud83c\n", r"\ud83c\u0041"):
+        answer = AnswerParser(family_form(family)).parse(text_of(escape))
+        assert answer == ChatAnswer(text_of(escape))
+    (call,) = AnswerParser(family_form(family)).parse(text_of(r"\ud83c\udf89")).tool_calls
+    assert "\N{PARTY POPPER}" in call.name + json.dumps(call.values(), ensure_ascii=False)
+
+
+def test_surrogates_of_the_text_itself_are_replaced() -> None:
+    text = "<function=f\ud83c>\n<parameter=a>\n\udf89\n</parameter>\n</function>"
+    answer = AnswerParser(family_form("qwen3_5")).parse(f"\ud83c<tool_call>{text}</tool_call>")
+    assert answer == ChatAnswer("\ufffd", "", (ToolCall("f\ufffd", '{"a": "\ufffd"}'),))
+
+
+@pytest.mark.parametrize(
+    "body", ["{a:1,a:2}", "{a:{b:1,b:1}}", '{a:1,"a":2}', "{a:[{b:1,c:2,b:3}]}"]
+)
+def test_repeated_keys_are_no_call(body) -> None:
+    text = f"<|tool_call>call:f{body}<tool_call|>"
+    assert AnswerParser(family_form("gemma4")).parse(text) == ChatAnswer(text)
+    argument = body.replace("{a", '{"a"').replace("{b", '{"b"').replace(",b", ',"b"')
+    argument = argument.replace(",a", ',"a"').replace(",c", ',"c"')
+    json_text = f'<tool_call>{{"name": "f", "arguments": {argument}}}</tool_call>'
+    assert AnswerParser(family_form("qwen3")).parse(json_text) == ChatAnswer(json_text)

@@ -43,7 +43,9 @@ def _end(text: str) -> int | None:
 
     decoder = json.JSONDecoder(object_pairs_hook=object_of, parse_constant=refuse)
     try:
-        return decoder.raw_decode(text)[1]
+        value, end = decoder.raw_decode(text)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates
+        return end
     except ValueError:
         return None
 

@@ -1,5 +1,6 @@
 """The parser of answers: cuts, broken calls, and the rules for white space."""
 
+import math
 import random
 import time
 from functools import cache
@@ -13,14 +14,22 @@ from specjax.chat import (
     RegionGrew,
     RegionKind,
     RegionOpened,
+    ResponseForm,
     ToolCall,
     family_form,
 )
 from specjax.chat import parser as parser_module
-from specjax.chat.forms import Delimiter
+from specjax.chat.forms import MAX_TAG, Delimiter
 from tests.chat.chats import ANSWERS, PUBLISHED, TOOLS, Published
 
-SLOW = ("llama3_1", "llama3_2", "llama4", "deepseek_v3", "phi4_mini")  # are downloaded
+SLOW = (
+    "llama3_1",
+    "llama3_2",
+    "llama4",
+    "deepseek_v3",
+    "phi4_mini",
+    "phi4_reasoning",
+)  # are downloaded
 HERE = [published for published in PUBLISHED if published.template not in SLOW]
 
 
@@ -87,15 +96,17 @@ def _check_cuts(published: Published, rng: random.Random, count: int) -> None:
             place = rng.randrange(len(text) + 1)
             text = text[:place] + rng.choice(["", text[place + 1 :], rng.choice(texts)[1]])
         is_cut, answers, streamed = rng.random() < 0.5, [], []
+        with_calls = rng.random() < 0.7
         for whole_calls in (False, True):
-            whole = AnswerParser(form, prompt, TOOLS, whole_calls=whole_calls)
+            whole = AnswerParser(form, prompt, TOOLS, with_calls, whole_calls)
             events = whole.feed(text) + whole.finish(is_cut)
-            parser = AnswerParser(form, prompt, TOOLS, whole_calls=whole_calls)
+            parser = AnswerParser(form, prompt, TOOLS, with_calls, whole_calls)
             streamed = _streamed(parser, text, rng, is_cut)
             assert _joined(streamed) == _joined(events), (prompt[-20:], text)
             _check_order(streamed)
             answers.append(ChatAnswer.from_events(streamed))
         _check_whole_calls(streamed)
+        assert with_calls or not answers[0].tool_calls
         assert answers[0] == answers[1], (prompt[-20:], text)
 
 
@@ -115,8 +126,56 @@ def test_events_do_not_depend_on_the_cuts(published) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.template)
 def test_events_do_not_depend_on_many_more_cuts(published) -> None:
-    """Cut 1,000 texts of each of the 17 templates."""
+    """Cut 1,000 texts of each of the 18 templates, with calls that grow and with whole ones."""
     _check_cuts(published, random.Random(published.template), 1000)
+
+
+TAGS = {
+    "the shorter text first": ("a|ab", "c|cab"),
+    "the longer text first": ("ab|a", "cab|c"),
+    "a second part that may be missing": (r"<a>(?:[ ]{0,3}<b>)?", r"</a>(?:[ ]{0,3}</b>)?"),
+    "a look ahead": (r"<a>(?!b)", r"</a>(?=b|<a>)"),
+    "a later short match in an earlier long one": (r"<a>[ ab]{0,4}c|b", "c[ab]{3}<|</a>"),
+    "the end of a word": (r"ab?\b", r"b\B|c\b"),
+    "repeats": ("<+a+", "b*?c+"),
+    "texts": (["<a>", "<a>b", "a<"], ["</a>", "</"]),
+}
+
+
+@pytest.mark.parametrize("tags", TAGS.values(), ids=TAGS)
+def test_the_tags_of_any_template_do_not_depend_on_the_cuts(tags) -> None:
+    suffix = "" if isinstance(tags[0], list) else "_pattern"
+    field = {f"open{suffix}": tags[0], f"close{suffix}": tags[1]}
+    template = {"start_anchor": "Model:", "fields": {"thinking": field, "content": {}}}
+    form = ResponseForm.from_template(template)
+    rng = random.Random(0)
+    pieces = ["<a>", "</a>", "<b>", "</b>", "a", "b", "c", "<", " ", "\n"]
+    kinds = set()
+    for _ in range(300):
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 12)))
+        whole = AnswerParser(form)
+        events = whole.feed(text) + whole.finish()
+        parser = AnswerParser(form)
+        streamed = [event for piece in text for event in parser.feed(piece)] + parser.finish()
+        assert _joined(streamed) == _joined(events), text
+        kinds |= {event.kind for event in events}
+    assert kinds == {RegionKind.CONTENT, RegionKind.REASONING}
+
+
+def test_what_is_too_long_for_a_tag_is_content() -> None:
+    field = {"open_pattern": "<n[^>]*>", "close": "</n>"}
+    template = {"start_anchor": "Model:", "fields": {"thinking": field, "content": {}}}
+    form = ResponseForm.from_template(template)
+    for length in (MAX_TAG, MAX_TAG + 1):
+        text = "a" + "<n" + "x" * (length - 3) + ">b</n>" + "c" * 10
+        is_tag = length == MAX_TAG
+        for pieces in ([text], text):
+            parser = AnswerParser(form)
+            events = [event for piece in pieces for event in parser.feed(piece)]
+            assert sum(len(event.text) for event in events if isinstance(event, RegionGrew)) > 10
+            answer = ChatAnswer.from_events(events + parser.finish())
+            expected = ChatAnswer("a" + "c" * 10, "b") if is_tag else ChatAnswer(text)
+            assert answer == expected
 
 
 @pytest.mark.parametrize("published", HERE, ids=lambda published: published.template)
@@ -441,6 +500,124 @@ def test_white_space_that_is_held_costs_linear_time() -> None:
     _seconds(10)
     short, long = _seconds(500), _seconds(4000)
     assert long < 24 * short  # quadratic time would be 64 times as much
+
+
+def _seconds_of(family: str, text: str, is_streamed: bool = False) -> float:
+    best = math.inf
+    for _ in range(3):
+        parser = AnswerParser(family_form(family))
+        start = time.process_time()
+        for piece in text if is_streamed else [text]:
+            parser.feed(piece)
+        parser.finish()
+        best = min(best, time.process_time() - start)
+    return best
+
+
+LINEAR = {
+    "strings of Gemma that do not end": (
+        "gemma4",
+        lambda count: "<|tool_call>call:f{a:" + '<|"|>"' * count + "<tool_call|>",
+    ),
+    "escaped quotes in a string that does not end": (
+        "gemma4",
+        lambda count: '<|tool_call>call:f{a:"' + '\\"' * count + "<tool_call|>",
+    ),
+    "thoughts": ("qwen3", lambda count: "<think>a</think>b" * count),
+    "parameters": (
+        "qwen3_5",
+        lambda count: (
+            "<tool_call><function=f>"
+            + "".join(f"<parameter=a{i}>1</parameter>\n" for i in range(count))
+            + "</function></tool_call>"
+        ),
+    ),
+    "calls": ("qwen3", lambda count: f"<tool_call>{CALL}</tool_call>" * count),
+    "calls that do not parse": ("qwen3", lambda count: "<tool_call>[1]</tool_call>" * count),
+    "a list of calls": (
+        "mistral_list",
+        lambda count: "[TOOL_CALLS][" + ", ".join([CALL] * count) + "]",
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "text"), LINEAR.values(), ids=LINEAR)
+def test_long_texts_cost_linear_time(family, text) -> None:
+    short, long = _seconds_of(family, text(1000)), _seconds_of(family, text(8000))
+    assert long < 24 * short + 0.05  # quadratic time would be 64 times as much
+
+
+@pytest.mark.full
+def test_a_long_list_of_calls_that_streams_costs_linear_time() -> None:
+    text = LINEAR["a list of calls"][1]
+    short = _seconds_of("mistral_list", text(100), is_streamed=True)
+    long = _seconds_of("mistral_list", text(800), is_streamed=True)
+    assert long < 24 * short
+
+
+@pytest.mark.full
+def test_a_long_key_costs_linear_time() -> None:
+    """Break keys that are too long: the newest key is read again with each piece."""
+    text = '<tool_call>{"' + "a" * 200_000
+    assert ChatAnswer.from_events(AnswerParser(family_form("qwen3")).feed(text)).content
+    assert _seconds_of("qwen3", text[:80_000], True) < 24 * _seconds_of(
+        "qwen3", text[:10_000], True
+    )
+
+
+SLOW_TAG = "(?:x|xx)+y"  # exponential time in the number of x
+
+
+@pytest.mark.parametrize("place", ["open", "close", "close of a call", "tag", "anchor"])
+def test_an_expression_that_takes_too_long_ends_as_content(place) -> None:
+    thinking = {"open": "<t>", "close": "</t>"}
+    calls = {
+        "open": "<c>",
+        "close": "</c>",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": "<(?P<key>a)>(?P<value>.*?)</a>"},
+        "transform": {"type": "function", "function": {"name": "f", "arguments": "{content}"}},
+    }
+    x, anchor = "x" * 100, {"start_anchor": "Model:"}
+    if place == "open":
+        thinking = {"open_pattern": SLOW_TAG, "close": "</t>"}
+    elif place == "close":
+        thinking = {"open": "<t>", "close_pattern": SLOW_TAG}
+    elif place == "close of a call":
+        del calls["close"]
+        calls["close_pattern"] = SLOW_TAG
+    elif place == "tag":
+        calls["content_args"]["tag_pattern"] = f"<(?P<key>a)>(?P<value>{SLOW_TAG})</a>"
+    else:
+        anchor = {"start_anchor_pattern": SLOW_TAG}
+    fields = {"thinking": thinking, "tool_calls": calls, "content": {}}
+    form = ResponseForm.from_template({**anchor, "fields": fields})
+    text = f"b<c><a>{x}</a></c>" if place in ("tag", "close of a call") else f"b<t>{x}"
+    start = time.process_time()
+    parser = AnswerParser(form, x if place == "anchor" else "")
+    events = [event for piece in (text, "d", f"<t>{x}", "e") for event in parser.feed(piece)]
+    events += parser.finish()
+    _check_order(events)
+    assert time.process_time() - start < 2
+    answer = ChatAnswer.from_events(events)
+    if place == "anchor":
+        assert answer == ChatAnswer("b", f"{x}d<t>{x}e")
+    elif place == "close":
+        assert answer == ChatAnswer(f"b{x}d<t>{x}e")
+    else:
+        assert answer == ChatAnswer(f"{text}d<t>{x}e")
+
+
+def test_many_slow_searches_are_given_up(monkeypatch) -> None:
+    """Count a search that is slow, but not too slow, against the whole answer."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(parser_module.time, "thread_time", lambda: next(clock) * 0.1)
+    parser = AnswerParser(family_form("qwen3"))
+    events = (
+        parser.feed("a") + parser.feed("b") + parser.feed("c<think>d") + parser.feed("</think>")
+    )
+    assert ChatAnswer.from_events(events + parser.finish()) == ChatAnswer("abc<think>d</think>")
 
 
 def test_the_buffer_does_not_grow_with_the_text() -> None:
