@@ -3,7 +3,7 @@
 A model writes its reasoning and its calls of tools as text with tags, and each family of models has
 tags of its own. An `AnswerParser` reads that text while it grows. What it reads is data: a
 ``response_template`` of the tokenizer's files, or else the one of the model's family in
-``specjax/chat/families``.
+``specjax/chat/response_templates``.
 """
 
 from specjax.chat.events import (
@@ -15,9 +15,9 @@ from specjax.chat.events import (
     RegionOpened,
     ToolCall,
 )
-from specjax.chat.families import ChatFamily, families, family_form, family_of, response_form
 from specjax.chat.forms import ResponseForm
 from specjax.chat.parser import AnswerParser
+from specjax.chat.recognition import ChatFamily, families, family_form, family_of, response_form
 from specjax.chat.tokens import AnswerText, prompt_text, tag_tokens
 
 __all__ = [

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from specjax.chat import AnswerParser, ResponseForm
+from specjax.chat import AnswerParser, ResponseForm, families
 from specjax.chat import calls as calls_module
-from specjax.chat.families import families
 from tests.chat.chats import ANSWERS, PUBLISHED, TOOLS, Published
 
 chat_parsing = pytest.importorskip(
@@ -43,7 +42,9 @@ def _templates_of_the_server() -> dict[str, dict[str, Any]]:
 def _data(name: str) -> dict[str, Any]:
     from importlib.resources import files
 
-    text = (files("specjax.chat") / "families" / f"{name}.json").read_text(encoding="utf-8")
+    text = (files("specjax.chat") / "response_templates" / f"{name}.json").read_text(
+        encoding="utf-8"
+    )
     return json.loads(text)["response_template"]
 
 

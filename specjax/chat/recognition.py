@@ -17,7 +17,7 @@ class ChatFamily:
     """A family of models whose answers have one form.
 
     Attributes:
-        name: the name of its file in ``specjax/chat/families``.
+        name: the name of its file in ``specjax/chat/response_templates``.
         title: the models, in words.
         signs: lists of texts. A chat template that has all texts of one of the lists is of this
             family, unless an earlier family fits.
@@ -46,7 +46,7 @@ def families() -> tuple[ChatFamily, ...]:
         >>> families()[0].name
         'qwen3_5'
     """
-    directory = files("specjax.chat") / "families"
+    directory = files("specjax.chat") / "response_templates"
     data = {
         file.name.removesuffix(".json"): json.loads(file.read_text(encoding="utf-8"))
         for file in directory.iterdir()
