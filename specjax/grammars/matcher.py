@@ -32,7 +32,7 @@ def mask_words(vocab_size: int) -> int:
 
 def has_bit(words: np.ndarray, token: int) -> bool:
     """Return whether a mask ``words [ceil(V / 32)]`` allows a token."""
-    return bool(words[token >> 5] >> np.uint32(token & 31) & 1)
+    return bool(int(words[token >> 5]) >> (token & 31) & 1)
 
 
 class Matcher:
@@ -83,6 +83,8 @@ class Matcher:
         self._stops = [(word, stops[word]) for word in np.flatnonzero(stops).tolist()]
         self._has_ended = False
         self.seconds, self._tokens, self._deadline = 0.0, 0, math.inf
+        self._draft_seconds = self._clock = 0.0
+        self._address = 0
 
     def begin_step(self) -> None:
         """Limit the time until the next call: a later mask raises GrammarLimitError.
@@ -114,6 +116,11 @@ class Matcher:
     def stuck_error(self, rows: Sequence[int], result: Any = None) -> GrammarError:
         """Return the error for texts in ``rows`` that are stuck, with the batch's ``result``."""
         return GrammarError(rows, result)
+
+    @property
+    def draft_seconds(self) -> float:
+        """The CPU time of the masks of the newest draft."""
+        return self._draft_seconds
 
     @property
     def has_grammar(self) -> bool:
@@ -172,24 +179,37 @@ class Matcher:
         Raises:
             GrammarLimitError: the grammar has become too complex.
         """
-        bits = np.zeros(self._words, np.uint32)
-        self._write_mask(bits)
-        return bits
+        masks = np.zeros((1, self._words), np.uint32)
+        self._start_masks(masks)
+        self._write_mask(masks, 0)
+        return masks[0]
 
-    def _write_mask(self, bits: np.ndarray) -> None:
-        """Write the bits of the legal tokens into ``bits [ceil(V / 32)]`` uint32."""
+    def _start_masks(self, masks: np.ndarray) -> None:
+        """Prepare to write ``masks [N, ceil(V / 32)]``, and to measure the time of that."""
+        self._address = masks.ctypes.data  # numpy takes as long for it as for half a mask
+        self._clock = time.thread_time()
+
+    def _write_mask(self, masks: np.ndarray, node: int) -> None:
+        """Write the bits of the legal tokens into the mask of a node."""
         self._check()
-        started = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        bits = masks[node]
+        address = self._address + node * masks.strides[0]
+        self._matcher.unsafe_compute_mask_ptr(address, bits.nbytes)
         for word, clear in self._never:
             bits[word] &= clear
         if self._validates and not self._matcher.is_error():
             bits &= _bits([t for t in _ids(bits) if self._takes(t)], self._words)
-        self.seconds += time.thread_time() - started
+        self._count_seconds()
         self._check()
         if self._stops and self.is_complete:
             for word, stop_bits in self._stops:
                 bits[word] |= stop_bits
+
+    def _count_seconds(self) -> None:
+        """Add the CPU time since the last call, or since `_clock` was set."""
+        now = time.thread_time()
+        self.seconds += now - self._clock
+        self._clock = now
 
     def _check(self) -> None:
         """Raise GrammarLimitError if llguidance has met a limit, or the time is over.
@@ -254,24 +274,25 @@ class Matcher:
 
         def visit(node: int) -> None:
             nonlocal illegal
-            self._write_mask(masks[node])
+            self._write_mask(masks, node)
             for child in children[node]:
                 token = int(tokens[child])
                 if not has_bit(masks[node], token):
                     illegal += 1
                 elif token not in self._stop_ids:
-                    started = time.thread_time()
-                    consumed = self._matcher.try_consume_tokens([token])
-                    self.seconds += time.thread_time() - started
-                    if consumed != 1:  # its mask was wrong
+                    if self._matcher.try_consume_tokens([token]) != 1:  # its mask was wrong
                         self._check()
                         illegal += 1
                         continue
                     visit(child)
                     self._matcher.rollback(1)
 
+        before = self.seconds
+        self._start_masks(masks)
         if not self._has_ended:
             visit(0)
+        self._count_seconds()
+        self._draft_seconds = self.seconds - before
         return illegal
 
     def count_legal(self, tokens: Sequence[int]) -> int:

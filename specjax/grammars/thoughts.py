@@ -176,6 +176,11 @@ class BudgetMatcher(Matcher):
             self._inner.begin_step()
 
     @property
+    def draft_seconds(self) -> float:
+        """The CPU time of the grammar's masks of the newest draft."""
+        return 0.0 if self._inner is None else self._inner.draft_seconds
+
+    @property
     def has_grammar(self) -> bool:
         """True if the text has a grammar, too."""
         return self._inner is not None
@@ -240,13 +245,12 @@ class BudgetMatcher(Matcher):
                 break
             self.state = self.thought.step(self.state, token)
 
-    def _write_mask(self, bits: np.ndarray) -> None:
-        """Write the bits of the legal tokens into ``bits [ceil(V / 32)]`` uint32."""
-        if self._inner is None:
-            bits[:] = 0xFFFFFFFF
-        else:
-            self._inner._write_mask(bits)
+    def mask(self) -> np.ndarray:
+        """Return ``[ceil(V / 32)]`` uint32, the bits of the legal tokens, lowest bit first."""
+        all_legal = np.full(self._words, np.uint32(0xFFFFFFFF))
+        bits = all_legal if self._inner is None else self._inner.mask()
         self._restrict(bits, self.state)
+        return bits
 
     def _restrict(self, bits: np.ndarray, state: ThoughtState) -> None:
         """Clear the bits of the tokens that the budget does not allow in a state."""

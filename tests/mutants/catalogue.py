@@ -350,8 +350,8 @@ CATALOGUE = (
     Mutant(
         name="mask-of-a-node-is-its-parents",
         file="specjax/grammars/matcher.py",
-        old="self._write_mask(masks[node])",
-        new="self._write_mask(masks[max(parents[node], 0)])",
+        old="self._write_mask(masks, node)",
+        new="self._write_mask(masks, max(parents[node], 0))",
         tests=(
             "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
         ),
@@ -360,8 +360,8 @@ CATALOGUE = (
     Mutant(
         name="mask-of-a-node-is-the-next-ones",
         file="specjax/grammars/matcher.py",
-        old="self._write_mask(masks[node])",
-        new="self._write_mask(masks[min(node + 1, count - 1)])",
+        old="self._write_mask(masks, node)",
+        new="self._write_mask(masks, min(node + 1, count - 1))",
         tests=(
             "tests/grammars/test_matcher.py::test_masks_of_a_tree_equal_those_of_fresh_matchers[0-Regex]",
         ),
