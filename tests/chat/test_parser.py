@@ -189,6 +189,8 @@ def test_every_prefix_of_an_answer_can_be_parsed(published) -> None:
         if length:
             growing.feed(text[length - 1])
     assert ChatAnswer.from_events(growing.finish()).content == ""
+    assert answer.tool_calls == AnswerParser(form, prompt, TOOLS).parse(text).tool_calls
+    assert bool(answer.tool_calls) is bool(ANSWERS[published.cases[-1]].tool_calls)
 
 
 def test_a_parser_that_holds_nothing_back_is_noticed(monkeypatch) -> None:
@@ -378,14 +380,22 @@ def test_a_limit_inside_a_call_leaves_no_half_call(family) -> None:
     ]
     complete = [answer for answer in halves if answer.tool_calls]
     whole = AnswerParser(form, prompt, TOOLS).parse(text)
+    assert [call.values() for call in whole.tool_calls] == [
+        call.values() for call in ANSWERS["call"].tool_calls
+    ]
     assert all(answer.tool_calls == whole.tool_calls for answer in complete)
     # What was cut inside the first word of the tag is content: nobody can say that it is a tag.
     assert all(len(answer.content) < 22 for answer in halves)
     assert not any("get" in answer.content for answer in halves)
-    # If the model itself ended the text there, nothing is dropped.
-    for length in range(len(text) if "</think>" not in text else 0):
+    # If the model itself ended the text there, nothing is dropped but a thought's tags.
+    begin = text.index("</think>") + len("</think>") if "</think>" in text else 0
+    dropped = 0
+    for length in range(begin + 1, len(text)):
         answer = AnswerParser(form, prompt, TOOLS).parse(text[:length])
-        assert answer.tool_calls or answer.content == text[:length]
+        assert answer.tool_calls or answer.content.strip() == text[begin:length].strip()
+        is_dropped = not halves[length].tool_calls and not halves[length].content
+        dropped += is_dropped and not answer.tool_calls
+    assert dropped > 50
 
 
 def test_a_call_that_the_model_itself_does_not_end_is_content() -> None:
