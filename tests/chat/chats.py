@@ -48,6 +48,10 @@ CODE = ToolCall(
     "run-code.v2",
     json.dumps({"code": '    if a["x"] == \'y\':\n        print(f"{b}: {{\\\\}}")\n\n# [1]</p>'}),
 )
+LINES = ToolCall(
+    "run-code.v2",
+    json.dumps({"code": "\n\tdef é():\n\n\t\treturn '日本\u2028🎉'\r\n  "}, ensure_ascii=False),
+)
 EMPTY = ToolCall("get_weather", "{}")
 
 ANSWERS = {
@@ -55,6 +59,8 @@ ANSWERS = {
     "thought": ChatAnswer("4", "2 + 2\n\nis <b>4</b>"),
     "call": ChatAnswer("", "", (WEATHER,)),
     "code": ChatAnswer("", "", (CODE,)),
+    "lines": ChatAnswer("", "", (LINES,)),
+    "three calls": ChatAnswer("", "", (EMPTY, LINES, EMPTY)),
     "no arguments": ChatAnswer("", "", (EMPTY,)),
     "two calls": ChatAnswer("", "", (WEATHER, CODE)),
     "text and calls": ChatAnswer("I look it up.", "", (CODE, WEATHER)),
@@ -138,7 +144,7 @@ _QUESTION = {"role": "user", "content": "Weather? <think> <tool_call> [TOOL_CALL
 
 _DEEPSEEK_END = "<\N{FULLWIDTH VERTICAL LINE}end▁of▁sentence\N{FULLWIDTH VERTICAL LINE}>"
 
-_CALLS = ("call", "code", "no arguments", "two calls")
+_CALLS = ("call", "code", "lines", "no arguments", "two calls", "three calls")
 _ALL = tuple(ANSWERS)
 
 PUBLISHED = [
@@ -148,13 +154,18 @@ PUBLISHED = [
     Published("qwen3_coder", "qwen3_5", ("<|im_end|>\n",), ("text", *_CALLS, "text and calls")),
     Published("granite4", "granite4", ("<|end_of_text|>\n",), ("text", *_CALLS, "text and calls")),
     Published("granite3_3", "granite3", ("<|end_of_text|>\n",), ("text",)),
-    Published("llama3_1", "llama3", ("<|eot_id|>",), ("text", "call", "code", "no arguments")),
-    Published("llama3_2", "llama3", ("<|eot_id|>",), ("text", "call", "code", "no arguments")),
+    Published(
+        "llama3_1", "llama3", ("<|eot_id|>",), ("text", "call", "code", "lines", "no arguments")
+    ),
+    Published(
+        "llama3_2", "llama3", ("<|eot_id|>",), ("text", "call", "code", "lines", "no arguments")
+    ),
     Published("llama4", "llama4", ("<|eot|>",), ("text", *_CALLS, "text and calls")),
     Published("mistral_nemo", "mistral_list", ("</s>",), ("text", *_CALLS)),
     Published("mistral_small_3_2", "mistral_named", ("</s>",), ("text", *_CALLS)),
     Published("ministral_3", "mistral_named", ("</s>",), ("text", *_CALLS, "text and calls")),
-    Published("deepseek_v3", "deepseek_v3", (_DEEPSEEK_END,), ("text", *_CALLS)),
+    # DeepSeek-V3's template ends the answer behind each call after the first.
+    Published("deepseek_v3", "deepseek_v3", (_DEEPSEEK_END,), ("text", *_CALLS[:-1])),
     Published(
         "deepseek_v3_1",
         "deepseek_v3_1",
@@ -165,7 +176,7 @@ PUBLISHED = [
         "gpt_oss",
         "gpt_oss",
         ("<|return|>", "<|call|>"),
-        ("text", "thought", "call", "code", "no arguments", "thought and call"),
+        ("text", "thought", "call", "code", "lines", "no arguments", "thought and call"),
         field="thinking",
     ),
     Published(
