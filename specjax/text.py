@@ -1154,6 +1154,7 @@ class StopStrings:
 
     Attributes:
         found: whether the text has reached a stop string. It ends there.
+        string: the stop string that ended the text; "" before that.
 
     Examples:
         >>> stop = specjax.text.StopStrings(["END"])
@@ -1172,7 +1173,7 @@ class StopStrings:
         """
         self._stop, self._is_included = tuple(stop), is_included
         self._pending = ""
-        self.found = False
+        self.found, self.string = False, ""
 
     def push(self, piece: str, last: bool = False) -> str:
         """Append a piece and return the text that is safe to show.
@@ -1188,6 +1189,7 @@ class StopStrings:
         if ends:
             self.found, self._pending = True, ""
             end, start = min(ends)
+            self.string = text[start:end]
             return text[: end if self._is_included else start]
         safe = len(text) - (
             0 if last else max((_begun(stop, text) for stop in self._stop), default=0)
@@ -1283,7 +1285,8 @@ class GrowingText:
         self._new_stop = partial(StopStrings, stop, with_stop)
         self._text, self._stop = self._new_stream(), self._new_stop()
         self._marks = frozenset(_special_tokens(tokenizer, stop)) - (tags or {}).keys()
-        self._is_at_mark = False
+        self._is_at_mark, self._mark = False, ""
+        self._tokenizer = tokenizer
         self._emitted = 0  # the number of generated tokens whose text has been returned
         self.length = len(prompt)
         self.tokens: list[int] = []
@@ -1293,6 +1296,11 @@ class GrowingText:
     def stopped(self) -> bool:
         """True if the text has reached a stop string."""
         return self._stop.found or self._is_at_mark
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that the text has reached; "" before that."""
+        return self._mark if self._is_at_mark else self._stop.string
 
     def push(self, new: Sequence[int]) -> str:
         """Append tokens and return the new text."""
@@ -1305,7 +1313,11 @@ class GrowingText:
             self.tokens += part
             is_mark = not self._marks.isdisjoint(part) and len(self.tokens) > self._stop_after
             pieces.append(self._take(self._text.push(part, is_mark), is_mark))
-            self._is_at_mark = is_mark
+            if is_mark:
+                self._is_at_mark, self._mark = (
+                    True,
+                    str(self._tokenizer.convert_ids_to_tokens(part[0])),
+                )
         return "".join(pieces)
 
     def finish(self) -> str:

@@ -425,6 +425,14 @@ class Engine:
         return self._config.grammars is not None
 
     @property
+    def has_thoughts(self) -> bool:
+        """True if requests may have a thinking budget: the tokens of thoughts are known."""
+        try:
+            return self._config.thought is not None
+        except InputError:
+            return False
+
+    @property
     def client_drafts(self) -> ClientDrafts | None:
         """The shapes of drafts that clients may send; None: there are no clients."""
         return self._loop.device.clients

@@ -245,6 +245,11 @@ class Handle:
         return self._growing is not None and self._growing.stopped
 
     @property
+    def stop_string(self) -> str:
+        """The stop string at which the text has ended; "" if it has not."""
+        return "" if self._growing is None else self._growing.stop_string
+
+    @property
     def cached_tokens(self) -> int:
         """The number of prompt tokens that prefix caching saved."""
         return self.request.cached

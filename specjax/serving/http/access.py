@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,7 +27,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with a refusal, or pass the request on."""
         if scope["type"] in ("http", "websocket") and (error := self._refusal(scope)) is not None:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -52,11 +52,11 @@ class Guard:
                 code="origin_not_allowed",
             )
         if scope["path"] not in _OPEN_PATHS:
-            key = _key(headers.get(b"authorization", b""), options.api_keys)
+            key = _key(headers, options.api_keys)
             if options.api_keys and key is None:
                 message = (
                     "Authorization: the API key is missing or wrong; send the header"
-                    " 'Authorization: Bearer KEY'"
+                    " 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
                 )
                 return RequestError(
                     401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
@@ -106,12 +106,17 @@ def check_origins(origins: Sequence[str]) -> None:
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?|null")
 
 
-def _key(authorization: bytes, keys: Sequence[str]) -> str | None:
-    """Return the valid API key of an Authorization header, or None."""
-    scheme, _, value = authorization.partition(b" ")
+def _key(headers: Mapping[bytes, bytes], keys: Sequence[str]) -> str | None:
+    """Return the valid API key of a request's headers, or None.
+
+    OpenAI's clients send it in ``Authorization``, and Anthropic's in ``x-api-key``.
+    """
+    scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
+    stated = [value.strip()] if scheme.lower() == b"bearer" else []
+    stated += [headers.get(b"x-api-key", b"").strip()]
     # All keys are compared, in constant time, so that the time reveals nothing about them.
-    same = [key for key in keys if hmac.compare_digest(value.strip(), key.encode())]
-    return same[0] if same and scheme.lower() == b"bearer" else None
+    same = [key for key in keys for text in stated if hmac.compare_digest(text, key.encode())]
+    return same[0] if same else None
 
 
 def _is_json(content_type: bytes) -> bool:

@@ -23,7 +23,8 @@ from specjax import __version__
 from specjax.serving.handle import EngineError, TextCancelledError
 from specjax.serving.http import requests
 from specjax.serving.http.access import Guard, read_body
-from specjax.serving.http.errors import RequestError, error_object
+from specjax.serving.http.errors import RequestError
+from specjax.serving.http.interfaces import interface_routes
 from specjax.serving.http.request_log import RequestLog
 from specjax.serving.http.requests import Limits
 from specjax.serving.http.responses import (
@@ -160,6 +161,7 @@ def make_app(service: Service) -> ASGIApp:
             Route("/v1/models/{name:path}", model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            *interface_routes(service, read),
         ],
         middleware=[
             Middleware(RequestLog),
@@ -186,7 +188,7 @@ def _cors(options: AppOptions) -> list[Middleware]:
     middleware = Middleware(
         CORSMiddleware,
         allow_origins=options.cors_origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=[IGNORED_HEADER, "Retry-After", "X-Request-Id"],
     )
@@ -196,9 +198,8 @@ def _cors(options: AppOptions) -> list[Middleware]:
 async def answer_starting(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer any request with 503. It is the application until the engine is ready."""
     message = "the server is starting: it loads the models and compiles the first programs"
-    answer = error_response(
-        RequestError(503, message, code="starting", headers={"Retry-After": "5", **CLOSE})
-    )
+    error = RequestError(503, message, code="starting", headers={"Retry-After": "5", **CLOSE})
+    answer = error_response(error, scope.get("path", ""))
     await answer(scope, receive, send)
 
 
@@ -226,7 +227,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 async def _answer_error(request: Request, error: Any) -> Response:
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _answer_http_error(request: Request, error: Any) -> Response:
@@ -235,7 +236,8 @@ async def _answer_http_error(request: Request, error: Any) -> Response:
     if error.status_code == 404:
         message = (
             f"{path}: the path does not exist; give /v1/completions, /v1/chat/completions,"
-            " /v1/drafts, /v1/models, /tokenize, /detokenize, /metrics, /health, /ping or /version"
+            " /v1/responses, /v1/messages, /v1/drafts, /v1/models, /tokenize, /detokenize,"
+            " /metrics, /health, /ping or /version"
         )
     elif error.status_code == 405:
         message = (
@@ -244,17 +246,17 @@ async def _answer_http_error(request: Request, error: Any) -> Response:
         )
     else:
         message = str(error.detail)
-    return json_response(error_object(error.status_code, message), error.status_code, headers)
+    return error_response(RequestError(error.status_code, message, headers=headers), path)
 
 
 async def _answer_engine_error(request: Request, error: Any) -> Response:
-    status = engine_status(error)
-    return json_response(error_object(status, engine_message(error), code="engine_error"), status)
+    status, message = engine_status(error), engine_message(error)
+    return error_response(RequestError(status, message, code="engine_error"), request.url.path)
 
 
 async def _answer_cancelled(request: Request, error: Any) -> Response:
     # A text whose client is still connected is cancelled only when the server shuts down.
-    return error_response(draining_error())
+    return error_response(draining_error(), request.url.path)
 
 
 async def _answer_disconnected(request: Request, error: Any) -> Response:
@@ -262,4 +264,4 @@ async def _answer_disconnected(request: Request, error: Any) -> Response:
 
 
 async def _answer_unexpected(request: Request, error: Any) -> Response:
-    return json_response(error_object(500, UNEXPECTED, code="internal_error"), 500)
+    return error_response(RequestError(500, UNEXPECTED, code="internal_error"), request.url.path)

@@ -86,3 +86,44 @@ def error_object(
             "code": code,
         }
     }
+
+
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""The ``type`` of Anthropic's error, by the HTTP status; for all others: the request is invalid."""
+
+ANTHROPIC_PATH = "/v1/messages"
+"""The path of Anthropic's interface, and the beginning of its other paths."""
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Return Anthropic's error object.
+
+    Examples:
+        >>> from specjax.serving.http.errors import anthropic_error
+        >>> anthropic_error(503, "the server is starting")["error"]["type"]
+        'overloaded_error'
+    """
+    kind = ANTHROPIC_KINDS.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_body(error: RequestError, path: str) -> dict[str, Any]:
+    """Return the object of an error in the form of the interface that a path belongs to.
+
+    Examples:
+        >>> from specjax.serving.http.errors import error_body, invalid
+        >>> error = invalid("max_tokens", "max_tokens=0: must be at least 1")
+        >>> sorted(error_body(error, "/v1/messages")), sorted(error_body(error, "/v1/responses"))
+        (['error', 'type'], ['error'])
+    """
+    if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"):
+        return anthropic_error(error.status, error.message)
+    return error.object

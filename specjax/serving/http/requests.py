@@ -83,6 +83,8 @@ class Limits:
         template_names: the variables that the chat template reads; None: they are unknown.
         thinking_switch: the variable of the chat template that switches the reasoning; None: it has
             none.
+        has_thoughts: whether the tokens of the model's thoughts are known, so that they may have a
+            budget.
         eos_token_ids: the model's end-of-sequence ids.
         default_sampling: the temperature, top_k, top_p, min_p and penalties of requests that do
             not state them: the model's own, or else OpenAI's temperature 1 alone.
@@ -105,6 +107,7 @@ class Limits:
     can_require_calls: bool = True
     template_names: frozenset[str] | None = None
     thinking_switch: str | None = None
+    has_thoughts: bool = False
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: Sampling = Sampling(temperature=1.0)
 
@@ -675,7 +678,7 @@ def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tupl
         if (size := len(bytes(raw.get(name, b"")))) > MAX_GRAMMAR_BYTES:
             raise invalid(name, f"{name}: it has {size} bytes; give at most {MAX_GRAMMAR_BYTES}")
     model = read_value("model", raw["model"], types["model"]) if "model" in raw else UNSET
-    _check_model(model, limits, may_be_left_out=not is_text)
+    check_model(model, limits, may_be_left_out=not is_text)
     fields = kind(
         **{name: read_value(name, raw[name], types[name]) for name in types if name in raw}
     )
@@ -689,7 +692,7 @@ def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tupl
     return fields, tuple(ignored)
 
 
-def _check_model(model: Any, limits: Limits, *, may_be_left_out: bool) -> None:
+def check_model(model: Any, limits: Limits, *, may_be_left_out: bool) -> None:
     """Raise RequestError if a request names another model or none."""
     if model is UNSET:
         if may_be_left_out:

@@ -17,7 +17,7 @@ from specjax.chat import Event, RegionGrew, RegionKind, RegionOpened
 from specjax.errors import InputError, LogitsError
 from specjax.evaluation.metrics import Acceptance
 from specjax.serving.handle import EngineError, Handle, Piece, TokenLogprobs
-from specjax.serving.http.errors import RequestError
+from specjax.serving.http.errors import RequestError, error_body
 from specjax.serving.http.regions import AnswerRegions, IdentifiedCall
 from specjax.serving.http.requests import TextRequest
 from specjax.serving.http.tokens import TokenTexts
@@ -487,9 +487,9 @@ def json_response(value: Any, status: int = 200, headers: Any = None) -> Respons
     return Response(encode(value), status, headers, media_type="application/json")
 
 
-def error_response(error: RequestError) -> Response:
-    """Return the response to a request with an error."""
-    return json_response(error.object, error.status, error.headers)
+def error_response(error: RequestError, path: str) -> Response:
+    """Return the response to a request with an error, in the form of the path's interface."""
+    return json_response(error_body(error, path), error.status, error.headers)
 
 
 def draining_error() -> RequestError:

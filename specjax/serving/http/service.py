@@ -27,6 +27,7 @@ from specjax.serving.http.metrics import Metrics
 from specjax.serving.http.regions import AnswerRegions
 from specjax.serving.http.requests import Limits, TextRequest
 from specjax.serving.http.responses import draining_error
+from specjax.serving.http.stored_responses import StoredResponses
 from specjax.serving.http.tokens import TokenTexts
 from specjax.serving.http.tools import rendered_tools
 from specjax.serving.scheduler import QueueFullError
@@ -111,6 +112,7 @@ class Service:
         drafts: the clients that draft; None: the engine accepts no drafts of clients.
         metrics: the metrics for Prometheus.
         grammar_checker: the checker of requests' grammars; None: they are compiled at once.
+        stored_responses: the stored responses of ``/v1/responses``.
         created: when the service was made, in seconds since 1970.
         is_draining: whether new requests are refused, because the server shuts down.
     """
@@ -133,6 +135,7 @@ class Service:
             can_require_calls=False,
             template_names=names_read(tokenizer),
             thinking_switch=thinking_switch(tokenizer),
+            has_thoughts=engine.has_thoughts,
             eos_token_ids=tuple(config.eos_token_ids),
             default_sampling=engine.default_sampling or Limits.default_sampling,
         )
@@ -150,6 +153,7 @@ class Service:
                 share_prefixes=options.share_prefixes,
             )
         self.metrics = Metrics(engine, options.names[0], self.drafts and self.drafts.statistics)
+        self.stored_responses = StoredResponses()
         self.is_draining = False
         self.created = int(time.time())
         self._submissions: set[Submission] = set()

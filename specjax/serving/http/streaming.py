@@ -1,14 +1,15 @@
 """The sending of an answer, whole or as server-sent events, while the client is connected."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError
 from specjax.serving.http import responses
-from specjax.serving.http.errors import error_object
+from specjax.serving.http.errors import RequestError
+from specjax.serving.http.regions import AnswerRegions
 from specjax.serving.http.request_log import record_of
 from specjax.serving.http.requests import TextRequest
 from specjax.serving.http.responses import (
@@ -21,11 +22,124 @@ from specjax.serving.http.responses import (
 from specjax.serving.http.service import Service
 
 
+class AnswerWriter(Protocol):
+    """A writer of the answer to a request in the words of one interface.
+
+    All methods but `whole` return server-sent events. They may be called for several texts in turn,
+    but for each one in the order ``first``, ``piece`` for each piece, ``last``.
+    """
+
+    @property
+    def handles(self) -> Sequence[Handle]:
+        """The handles of the texts."""
+        ...
+
+    @property
+    def has_long_begin(self) -> bool:
+        """True if ``first`` takes a second, because it has the log-probabilities of a prompt."""
+        ...
+
+    def begin(self) -> Iterable[bytes]:
+        """Return the events before all texts."""
+        ...
+
+    def first(self, index: int) -> Iterable[bytes]:
+        """Return the events before a text."""
+        ...
+
+    def piece(self, index: int, piece: Piece) -> Iterable[bytes]:
+        """Return the events of a piece."""
+        ...
+
+    def last(self, index: int) -> Iterable[bytes]:
+        """Return the events at the end of a text."""
+        ...
+
+    def end(self) -> Iterable[bytes]:
+        """Return the events after all texts."""
+        ...
+
+    def failure(self, error: RequestError) -> Iterable[bytes]:
+        """Return the events after which no more come, because of an error."""
+        ...
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+        """Return the whole answer, from the pieces of each text."""
+        ...
+
+
+MakeWriter = Callable[
+    [Sequence[Handle], Sequence[Sequence[int]], Sequence[AnswerRegions]], AnswerWriter
+]
+"""Makes the writer of an answer from its texts, their prompts, and their regions."""
+
+
+class ChunkWriter:
+    """The writer of completions and chat completions.
+
+    Examples:
+        >>> from specjax.serving.http.streaming import AnswerWriter, ChunkWriter
+        >>> names = [name for name in vars(AnswerWriter) if not name.startswith("_")]
+        >>> all(hasattr(ChunkWriter, name) for name in names if name != "handles")
+        True
+    """
+
+    def __init__(self, answer: responses.Answer) -> None:
+        self._answer = answer
+        self.handles = answer.handles
+
+    @property
+    def has_long_begin(self) -> bool:
+        """True if a text begins with its prompt."""
+        return self._answer.request.echo
+
+    def begin(self) -> list[bytes]:
+        """Return nothing: each text begins by itself."""
+        return []
+
+    def first(self, index: int) -> list[bytes]:
+        """Return the chunk before a text, if there is one."""
+        chunk = self._answer.first(index)
+        return [] if chunk is None else [responses.event(chunk)]
+
+    def piece(self, index: int, piece: Piece) -> list[bytes]:
+        """Return the chunks of a piece."""
+        return [*map(responses.event, self._answer.piece(index, piece))]
+
+    def last(self, index: int) -> list[bytes]:
+        """Return the chunks with the rest of a text and its finish reason."""
+        return [*map(responses.event, self._answer.last(index))]
+
+    def end(self) -> list[bytes]:
+        """Return the chunk with the usage, if it is wanted, and the end of the stream."""
+        answer = self._answer
+        usage = [responses.event(answer.total())] if answer.request.include_usage else []
+        return [*usage, responses.DONE]
+
+    def failure(self, error: RequestError) -> list[bytes]:
+        """Return the error object."""
+        return [responses.event(error.object)]
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+        """Return the whole answer."""
+        return self._answer.whole(pieces)
+
+
 class GenerationResponse:
     """The response to a request for texts, as an ASGI application."""
 
-    def __init__(self, service: Service, request: TextRequest) -> None:
+    def __init__(
+        self, service: Service, request: TextRequest, make_writer: MakeWriter | None = None
+    ) -> None:
+        """Make the response to a request.
+
+        Args:
+            service: the service that submits it.
+            request: the request.
+            make_writer: makes the writer of its answer; None: that of chunks.
+        """
         self._service, self._request = service, request
+        self._make_writer = make_writer or self._chunk_writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer, and cancel its texts if the client disconnects."""
@@ -55,25 +169,35 @@ class GenerationResponse:
                     for index in range(len(handles))
                 ]
             )
-            answer = responses.Answer(
-                request,
-                handles,
-                prompts,
-                service.texts,
-                regions,
-                with_acceptance=service.options.with_acceptance,
-            )
+            writer = self._make_writer(handles, prompts, regions)
             if request.stream:
-                await _stream(service, answer, send, headers)
+                await _stream(service, writer, send, headers)
             else:
                 pieces = await run_all([_pieces(handle) for handle in handles])
                 # In a thread, because the log-probabilities of many texts take seconds to encode.
                 response = await service.in_thread(
-                    lambda: json_response(answer.whole(pieces), headers=headers)
+                    lambda: json_response(writer.whole(pieces), headers=headers)
                 )
                 await response(scope, receive, send)
         finally:
             service.end(submission)
+
+    def _chunk_writer(
+        self,
+        handles: Sequence[Handle],
+        prompts: Sequence[Sequence[int]],
+        regions: Sequence[AnswerRegions],
+    ) -> AnswerWriter:
+        service = self._service
+        answer = responses.Answer(
+            self._request,
+            handles,
+            prompts,
+            service.texts,
+            regions,
+            with_acceptance=service.options.with_acceptance,
+        )
+        return ChunkWriter(answer)
 
 
 async def _pieces(handle: Handle) -> list[Piece]:
@@ -81,7 +205,7 @@ async def _pieces(handle: Handle) -> list[Piece]:
 
 
 async def _stream(
-    service: Service, answer: responses.Answer, send: Send, headers: Mapping[str, str]
+    service: Service, writer: AnswerWriter, send: Send, headers: Mapping[str, str]
 ) -> None:
     """Send server-sent events. Each waits for the one before, so they do not pile up in memory."""
     encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
@@ -89,49 +213,40 @@ async def _stream(
         {"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *encoded]}
     )
 
-    async def put(data: bytes) -> None:
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+    async def put(events: Iterable[bytes]) -> None:
+        for data in events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def put_first(index: int) -> None:
-        # In a thread, because the log-probabilities of a long prompt take a second.
-        if answer.request.echo:
-            chunk = await service.in_thread(lambda: _event_or_none(answer.first(index)))
+        if writer.has_long_begin:
+            await put(await service.in_thread(writer.first, index))
         else:
-            chunk = _event_or_none(answer.first(index))
-        if chunk is not None:
-            await put(chunk)
+            await put(writer.first(index))
 
     async def put_choice(index: int) -> None:
-        handle, is_first = answer.handles[index], True
-        async for piece in handle:
+        is_first = True
+        async for piece in writer.handles[index]:
             if is_first:
                 await put_first(index)
             is_first = False
-            for chunk in answer.piece(index, piece):
-                await put(responses.event(chunk))
+            await put(writer.piece(index, piece))
         if is_first:
             await put_first(index)
-        for chunk in answer.last(index):
-            await put(responses.event(chunk))
+        await put(writer.last(index))
 
     try:
-        await run_all([put_choice(index) for index in range(len(answer.handles))])
-        if answer.request.include_usage:
-            await put(responses.event(answer.total()))
-        await put(responses.DONE)
+        await put(writer.begin())
+        await run_all([put_choice(index) for index in range(len(writer.handles))])
+        await put(writer.end())
     except TextCancelledError:
         # The client is still connected, so the server is shutting down.
-        await put(responses.event(draining_error().object))
+        await put(writer.failure(draining_error()))
     except EngineError as error:
-        await put(responses.event(error_object(engine_status(error), engine_message(error))))
+        await put(writer.failure(RequestError(engine_status(error), engine_message(error))))
     except Exception:
-        await put(responses.event(error_object(500, UNEXPECTED)))
+        await put(writer.failure(RequestError(500, UNEXPECTED)))
         raise  # for the log
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _event_or_none(chunk: dict[str, Any] | None) -> bytes | None:
-    return None if chunk is None else responses.event(chunk)
 
 
 _EVENT_HEADERS = [

@@ -67,6 +67,8 @@ class MadeUpHandle:
     acceptance: Any = None
     grammar_completed: bool | None = None
     is_at_stop_string: bool = False
+    stop_string: str = ""
+    reason: str = "length"
 
     @property
     def _arrived(self) -> int:
@@ -78,7 +80,7 @@ class MadeUpHandle:
     @property
     def finish_reason(self) -> str | None:
         if self._arrived == len(self.pieces):
-            return "error" if self.error else "length"
+            return "error" if self.error else self.reason
         return "cancelled" if self.cancelled_at is not None else None
 
     @property
@@ -128,13 +130,14 @@ class MadeUpEngine:
         submitted: the handles of all submitted texts.
         room: the largest number of texts that run at once; None: any number.
         error: the error that ends all texts; None: there is none.
+        ends: whether a text ends by itself after ``text``, if its limit is not reached before.
         is_down: whether it refuses everything, as an engine that has failed.
         encoded_predictions: how often a prediction was encoded.
     """
 
     rows, capacity, max_logprobs, max_prediction = 4, CAPACITY, 20, 16
     client_drafts: Any = None
-    has_grammars = has_penalties = False
+    has_grammars = has_penalties = has_thoughts = False
     default_sampling: Any = None
 
     def __init__(self, text: str = "The text.", pause: float = 0.0) -> None:
@@ -146,6 +149,7 @@ class MadeUpEngine:
         self.submitted: list[MadeUpHandle] = []
         self.room: int | None = None
         self.error: BaseException | None = None
+        self.ends = False
         self.is_down = False
         self.encoded_predictions = 0
         self.counted: dict[str, Any] = {
@@ -187,9 +191,13 @@ class MadeUpEngine:
         ):
             raise QueueFullError("as many requests wait as may")
         settings = {"logprobs": None, "prediction": None, "spans": False, **vars(params), **options}
-        tokens = itertools.islice(itertools.cycle(self.encode(self.text)), params.max_new_tokens)
+        text = self.encode(self.text)
+        endless = text if self.ends else itertools.cycle(text)
+        tokens = itertools.islice(endless, params.max_new_tokens)
         pieces = [self._piece(token, settings) for token in tokens]
         handle = MadeUpHandle(pieces, self.pause, prompt, settings, self.error)
+        if self.ends and len(text) <= params.max_new_tokens:
+            handle.reason = "stop"
         handle.acceptance = Acceptance(
             9, 14, 15, 7, 0, 14 / 9, 7 / 15, (), (), drafted_at=(5, 5, 5), accepted_at=(4, 2, 1)
         )
