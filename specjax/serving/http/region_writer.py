@@ -1,4 +1,4 @@
-"""What the writers of answers that have regions as parts of their own have in common."""
+"""The common part of the writers of answers whose regions are parts of their own."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the tests of `/v1/responses` and `/v1/messages` share: an engine that answers a chat."""
+"""An engine that answers a chat, for the tests of `/v1/responses` and `/v1/messages`."""
 
 import asyncio
 import json

@@ -267,8 +267,8 @@ def test_errors_have_the_form_of_the_interface() -> None:
     assert post(service, PATH, BASE, headers=good).status_code == 200
     assert post(service, PATH, BASE, headers={"Authorization": "Bearer secret"}).status_code == 200
     check_error(post(service, PATH, b"{", headers=good), 400, "invalid_request_error")
-    other = BASE | {"model": "x"}
-    check_error(post(service, PATH, other, headers=good), 404, "not_found_error")
+    unknown = BASE | {"model": "x"}
+    check_error(post(service, PATH, unknown, headers=good), 404, "not_found_error")
     long = BASE | {"system": "x" * 2000}
     check_error(post(service, PATH, long, headers=good), 413, "request_too_large")
     check_error(post(service, f"{PATH}/batches", BASE, headers=good), 404, "not_found_error")

@@ -301,22 +301,22 @@ def test_a_conversation_goes_on_from_a_stored_response() -> None:
 
 def test_a_response_belongs_to_one_api_key_and_one_salt() -> None:
     service = chat_service("Hello", api_keys=("one", "two"), share_prefixes=True)
-    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
-    stored = post(service, PATH, BASE | {"cache_salt": "s"}, headers=one).json()
+    first_key, second_key = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    stored = post(service, PATH, BASE | {"cache_salt": "s"}, headers=first_key).json()
     place = f"{PATH}/{stored['id']}"
     more = BASE | {"previous_response_id": stored["id"]}
-    assert post(service, PATH, more | {"cache_salt": "s"}, headers=one).status_code == 200
-    for body, headers in ((more, one), (more | {"cache_salt": "s"}, two)):
+    assert post(service, PATH, more | {"cache_salt": "s"}, headers=first_key).status_code == 200
+    for body, headers in ((more, first_key), (more | {"cache_salt": "s"}, second_key)):
         error = refused(post(service, PATH, body, headers=headers), 404)
         assert error["param"] == "previous_response_id"
-    assert ask(service, f"{place}?cache_salt=s", "GET", headers=one).json() == stored
-    refused(ask(service, place, "GET", headers=one), 404)
-    refused(ask(service, f"{place}?cache_salt=s", "GET", headers=two), 404)
-    refused(ask(service, f"{place}?cache_salt=s", "DELETE", headers=two), 404)
+    assert ask(service, f"{place}?cache_salt=s", "GET", headers=first_key).json() == stored
+    refused(ask(service, place, "GET", headers=first_key), 404)
+    refused(ask(service, f"{place}?cache_salt=s", "GET", headers=second_key), 404)
+    refused(ask(service, f"{place}?cache_salt=s", "DELETE", headers=second_key), 404)
     refused(ask(service, place, "GET"), 401)
-    deleted = ask(service, f"{place}?cache_salt=s", "DELETE", headers=one).json()
+    deleted = ask(service, f"{place}?cache_salt=s", "DELETE", headers=first_key).json()
     assert deleted == {"id": stored["id"], "object": "response", "deleted": True}
-    refused(ask(service, f"{place}?cache_salt=s", "GET", headers=one), 404)
+    refused(ask(service, f"{place}?cache_salt=s", "GET", headers=first_key), 404)
 
 
 def test_what_is_not_stored_is_not_found() -> None:
