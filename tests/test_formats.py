@@ -36,7 +36,7 @@ from specjax.models import fingerprint
 from specjax.reports.growth import Moment
 from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
-from specjax.serving.http import requests
+from specjax.serving.http import messages_requests, requests, responses_requests, translation
 from specjax.serving.http.metrics import Metrics
 from specjax.serving.sessions import SessionStatistics
 from specjax.training import fingerprint as training_fingerprint
@@ -152,6 +152,9 @@ def http_parameters() -> Names:
         "chat completions": sorted(requests._ChatFields.__struct_fields__),
         "tokenize": sorted(requests._TokenizeFields.__struct_fields__),
         "detokenize": sorted(requests._DetokenizeFields.__struct_fields__),
+        "responses": sorted(responses_requests.ResponsesFields.__struct_fields__),
+        "messages": sorted(messages_requests.MessagesFields.__struct_fields__),
+        "responses and messages": sorted(translation.SHARED),
         "refused": sorted(requests.UNSUPPORTED),
         "ignored": sorted(requests.IGNORED),
     }
