@@ -416,7 +416,10 @@ class Distributions:
         # from sharing these exponentials with `total`, which would also store them.
         top, temperature = jax.lax.optimization_barrier((self.top, self.temperature))
         p = replace(self, top=top, temperature=temperature)._drawn()
-        excess = jnp.sum(jnp.maximum(0.0, ratio[..., None] * p - q), axis=-1)
+        difference = ratio[..., None] * p - q
+        # This is max(0, difference), exactly. For the constant XLA's CPU backend would store an
+        # array of zeros.
+        excess = jnp.sum(0.5 * (difference + jnp.abs(difference)), axis=-1)
         q_of_best = jnp.take_along_axis(q, self.best[..., None], axis=-1)[..., 0]
         return jnp.where(self.is_certain, jnp.maximum(0.0, ratio - q_of_best), excess)
 

@@ -16,6 +16,7 @@ import specjax
 from specjax.adjustments import NO_TOKEN, Adjustments, adjusted
 from specjax.decoding import verification
 from specjax.drafters import candidates
+from specjax.drafts import tree
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import StaticTree
 from specjax.errors import InputError, LogitsError
@@ -501,26 +502,18 @@ def test_a_drafter_that_counts_differently_changes_speed_alone(drafter, monkeypa
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("greedy", [False, True])
-def test_penalties_make_no_array_of_all_nodes(greedy) -> None:
-    """Check the memory of a verdict of 8 rows, 60 nodes and 151,936 tokens, by the compiler."""
-    rows, nodes, vocab = 8, 60, 151_936
-    parents = np.array([-1, *((node - 1) // 2 for node in range(1, nodes))])
-    shape = jax.ShapeDtypeStruct
-    settings = specjax.Sampling(temperature=0.0 if greedy else 0.8, top_p=0.9).rows(rows, "coupled")
+def _memory(run: Any, rows: int, nodes: int, settings: Any, words: int = 64) -> tuple[int, int]:
+    """Return the bytes of a verdict at 151,936 tokens beside its arguments.
+
+    They are those without penalties, and those with penalties, by the compiler.
+    """
+    vocab, shape = 151_936, jax.ShapeDtypeStruct
     adjustments = Adjustments(
         counts=shape((rows, vocab), jnp.int32),
         bias=shape((rows, vocab), jnp.float32),
-        words=shape((rows, 64, 8), jnp.int32),
+        words=shape((rows, words, 8), jnp.int32),
         tail=shape((rows, 7), jnp.int32),
     )
-
-    def run(tokens: Any, logits: Any, settings: Any, keys: Any) -> Any:
-        draft = Draft.of_tree(tokens, parents)
-        depths = jnp.arange(draft.depth + 1)[:, None]
-        positions = jnp.broadcast_to(depths, (len(depths), rows))
-        return verification.verify(draft, logits, settings, position_keys(keys, positions))
 
     def temporary(settings: Any) -> int:
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
@@ -528,5 +521,39 @@ def test_penalties_make_no_array_of_all_nodes(greedy) -> None:
         compiled = jax.jit(run).lower(*arguments, settings, keys).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    of_rows = rows * vocab * 4
-    assert temporary(replace(settings, adjustments=adjustments)) < temporary(settings) + 3 * of_rows
+    return temporary(settings), temporary(replace(settings, adjustments=adjustments))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("greedy", [False, True])
+def test_penalties_make_no_array_of_all_nodes(greedy) -> None:
+    """Check the memory of a verdict of 8 rows, 60 nodes and 151,936 tokens, by the compiler."""
+    rows, nodes, vocab = 8, 60, 151_936
+    parents = np.array([-1, *((node - 1) // 2 for node in range(1, nodes))])
+    settings = specjax.Sampling(temperature=0.0 if greedy else 0.8, top_p=0.9).rows(rows, "coupled")
+
+    def run(tokens: Any, logits: Any, settings: Any, keys: Any) -> Any:
+        draft = Draft.of_tree(tokens, parents)
+        depths = jnp.arange(draft.depth + 1)[:, None]
+        positions = jnp.broadcast_to(depths, (len(depths), rows))
+        return verification.verify(draft, logits, settings, position_keys(keys, positions))
+
+    without, with_penalties = _memory(run, rows, nodes, settings)
+    assert with_penalties < without + 3 * rows * vocab * 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_penalties_store_the_logits_of_a_chain_once(rule, top_p) -> None:
+    """Check the memory of the rules that need the distributions of all nodes, by the compiler."""
+    rows, nodes, vocab = 8, 8, 151_936
+    settings = specjax.Sampling(temperature=0.8, top_p=top_p).rows(rows, rule)
+
+    def run(tokens: Any, logits: Any, settings: Any, keys: Any) -> Any:
+        draft = Draft.of_tree(tokens, tree.chain_parents(nodes), q=jax.nn.softmax(logits))
+        return verification.verify(draft, logits, settings, keys)
+
+    without, with_penalties = _memory(run, rows, nodes, settings)
+    # A second array would be a whole one more.
+    assert with_penalties < without + 1.25 * rows * nodes * vocab * 4
