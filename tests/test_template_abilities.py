@@ -21,8 +21,8 @@ SWITCHES = {
 }
 
 # DeepSeek's template writes calls but no declarations. Phi-4-mini's reads them from the system
-# message.
-WITHOUT_TOOLS = {"deepseek_v3", "deepseek_v3_1", "phi4_mini"}
+# message, and Phi-4-reasoning's has none.
+WITHOUT_TOOLS = {"deepseek_v3", "deepseek_v3_1", "phi4_mini", "phi4_reasoning"}
 
 
 @pytest.fixture(scope="module")

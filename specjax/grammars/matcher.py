@@ -206,7 +206,7 @@ class Matcher:
                 bits[word] |= stop_bits
 
     def _count_seconds(self) -> None:
-        """Add the CPU time since the last call, or since `_clock` was set."""
+        """Add the CPU time since the last call, or since `_start_masks`."""
         now = time.thread_time()
         self.seconds += now - self._clock
         self._clock = now

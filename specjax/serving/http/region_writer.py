@@ -11,7 +11,7 @@ from specjax.serving.http.responses import encode
 
 
 class RegionWriter:
-    """A writer of an answer with one text, see `specjax.serving.http.streaming.AnswerWriter`.
+    """A writer of an answer with one text, see `specjax.serving.http.streaming.InterfaceWriter`.
 
     The whole answer is what its events have added up to, so it equals the sum of a stream.
 

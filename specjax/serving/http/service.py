@@ -382,7 +382,10 @@ class Service:
             request: the request.
             prompt: the token ids of the text's prompt.
         """
-        form = self.form if request.is_chat else None
+        # A grammar holds from the first token on, also where the prompt has begun a thought. So the
+        # text that it allows is content, and not reasoning.
+        is_read = request.is_chat and request.params.grammar is None
+        form = self.form if is_read else None
         has_begun = form is not None and request.chat_end != "messages"
         return AnswerRegions(
             form,
@@ -399,7 +402,7 @@ class Service:
         the request wants so. The stop token at the end of a text is left out, unless the request
         wants what it stops at.
         """
-        tags = self._tags if request.is_chat else None
+        tags = self._tags if request.is_chat and request.params.grammar is None else None
         if request.skip_special_tokens:
             return tags
         stated = self._stop_token_ids(request)

@@ -22,7 +22,7 @@ from specjax.serving.http.responses import (
 from specjax.serving.http.service import Service
 
 
-class AnswerWriter(Protocol):
+class InterfaceWriter(Protocol):
     """A writer of the answer to a request in the words of one interface.
 
     All methods but `whole` return server-sent events. They may be called for several texts in turn,
@@ -69,7 +69,7 @@ class AnswerWriter(Protocol):
 
 
 MakeWriter = Callable[
-    [Sequence[Handle], Sequence[Sequence[int]], Sequence[AnswerRegions]], AnswerWriter
+    [Sequence[Handle], Sequence[Sequence[int]], Sequence[AnswerRegions]], InterfaceWriter
 ]
 """Makes the writer of an answer from its texts, their prompts, and their regions."""
 
@@ -78,8 +78,8 @@ class ChunkWriter:
     """The writer of completions and chat completions.
 
     Examples:
-        >>> from specjax.serving.http.streaming import AnswerWriter, ChunkWriter
-        >>> names = [name for name in vars(AnswerWriter) if not name.startswith("_")]
+        >>> from specjax.serving.http.streaming import InterfaceWriter, ChunkWriter
+        >>> names = [name for name in vars(InterfaceWriter) if not name.startswith("_")]
         >>> all(hasattr(ChunkWriter, name) for name in names if name != "handles")
         True
     """
@@ -187,7 +187,7 @@ class GenerationResponse:
         handles: Sequence[Handle],
         prompts: Sequence[Sequence[int]],
         regions: Sequence[AnswerRegions],
-    ) -> AnswerWriter:
+    ) -> InterfaceWriter:
         service = self._service
         answer = responses.Answer(
             self._request,
@@ -205,7 +205,7 @@ async def _pieces(handle: Handle) -> list[Piece]:
 
 
 async def _stream(
-    service: Service, writer: AnswerWriter, send: Send, headers: Mapping[str, str]
+    service: Service, writer: InterfaceWriter, send: Send, headers: Mapping[str, str]
 ) -> None:
     """Send server-sent events. Each waits for the one before, so they do not pile up in memory."""
     encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
