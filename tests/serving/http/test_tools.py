@@ -1,19 +1,25 @@
-"""The tools of a request: how they are read, and what is refused."""
+"""The tools of a request: how they are read, what is refused, and how an answer has calls."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+import specjax
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.requests import Limits, TextRequest, read_chat, read_completion
 from specjax.serving.http.tools import ToolChoice, rendered_tools
+from tests.serving.http.interfaces import ARGUMENTS, CALL, SCHEMA, TEXTS, chat_service, post
 
 LIMITS = Limits(names=("tiny",), vocab_size=1024)
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}},
 }
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
 
 
 def read(limits: Limits = LIMITS, **fields: Any) -> TextRequest:
@@ -118,3 +124,79 @@ def test_an_effort_is_what_the_template_reads() -> None:
     assert both.param == "reasoning_effort" and "give one of them" in both.message
     assert refused(reasoning_effort="low").param == "reasoning_effort"
     assert "give one of none, minimal" in refused(reads, model="t", reasoning_effort="x").message
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def whole_and_streamed(text: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Return the message of an answer, the same put together from a stream, and why it ended."""
+    body = {"messages": [{"role": "user", "content": "Weather?"}], "seed": 1} | fields
+    answer = post(chat_service(text), "/v1/chat/completions", body)
+    choice = ChatCompletion.model_validate(answer.json(), strict=True).choices[0]
+    stream = post(chat_service(text), "/v1/chat/completions", body | {"stream": True})
+    *events, done = stream.text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    streamed: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    reasons = []
+    for event in events:
+        chunk = json.loads(event.removeprefix("data: "))
+        part = ChatCompletionChunk.model_validate(chunk, strict=True).choices[0]
+        reasons += [part.finish_reason] if part.finish_reason else []
+        streamed["content"] += part.delta.content or ""
+        streamed["reasoning"] += getattr(part.delta, "reasoning", None) or ""
+        for call in part.delta.tool_calls or []:
+            if call.index == len(streamed["tool_calls"]):
+                assert call.id and call.type == "function"
+                streamed["tool_calls"].append([call.function.name, ""])
+            streamed["tool_calls"][call.index][1] += call.function.arguments or ""
+    message = choice.message
+    whole = {
+        "content": message.content or "",
+        "reasoning": getattr(message, "reasoning", None) or "",
+        "tool_calls": [
+            [call.function.name, call.function.arguments] for call in message.tool_calls or []
+        ],
+    }
+    assert reasons == [choice.finish_reason]
+    return whole, streamed, choice.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reasoning", "calls", "reason"),
+    [
+        ("text", "Hello there.", "", 0, "stop"),
+        ("thought", "It is late.", "Hm, the caf\xe9.", 0, "stop"),
+        ("call", "I look.", "Hm, the caf\xe9.", 1, "tool_calls"),
+        ("calls", "", "", 2, "tool_calls"),
+        ("broken", TEXTS["broken"], "", 0, "stop"),
+    ],
+)
+def test_a_chats_answer_has_reasoning_and_calls(
+    name: str, content: str, reasoning: str, calls: int, reason: str
+) -> None:
+    whole, streamed, ended = whole_and_streamed(TEXTS[name], tools=[WEATHER])
+    assert whole == streamed and ended == reason
+    assert (whole["content"], whole["reasoning"]) == (content, reasoning)
+    assert whole["tool_calls"] == [["get_weather", ARGUMENTS]] * calls
+
+
+def test_without_tools_a_call_is_content_and_reasoning_may_be_left_out() -> None:
+    for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        whole, streamed, ended = whole_and_streamed(TEXTS["call"], **fields)
+        assert whole == streamed and ended == "stop" and not whole["tool_calls"]
+        assert whole["content"].endswith(CALL)
+    whole, streamed, _ = whole_and_streamed(TEXTS["thought"], include_reasoning=False)
+    assert whole == streamed == {"content": "It is late.", "reasoning": "", "tool_calls": []}
+
+
+def test_a_text_with_a_grammar_is_content() -> None:
+    service = chat_service("")
+    request = read(service.limits, tools=[WEATHER])
+    for grammar, expected in ((None, ("", "a")), (specjax.Regex("a"), ("a", ""))):
+        with_grammar = replace(request, params=replace(request.params, grammar=grammar))
+        prompt = service.engine.tokenizer.encode("<|im_start|>assistant\n<think>\n")
+        regions = service.regions(with_grammar, prompt)
+        regions.push("a")
+        regions.finish("stop")
+        assert (regions.content, regions.reasoning) == expected
