@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specjax.client.events import CommittedEvent, ProvisionalEvent, RetractedEvent, TextEvent
-from specjax.text import FinalChannel, GrowingText, TextStream, text_stream
+from specjax.text import FinalChannel, GrowingText, TaggedStream, TextStream, text_stream
 
 
 class Display:
@@ -54,7 +54,8 @@ class Display:
         self._alone = (
             GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat) if is_cut else None
         )
-        self._stream: TextStream | FinalChannel | None = None  # decodes the provisional tokens
+        # Decodes the provisional tokens.
+        self._stream: TextStream | FinalChannel | TaggedStream | None = None
         self.provisional: list[tuple[int, str]] = []
 
     @property
