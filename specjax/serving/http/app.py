@@ -98,14 +98,14 @@ def make_app(service: Service) -> ASGIApp:
     async def tokenize(request: Request) -> Response:
         parsed = await read(requests.read_tokenize, request)
         tokens = await service.in_thread(
-            service.encode,
-            parsed.prompt,
-            parsed.param,
-            parsed.add_special_tokens,
-            parsed.chat_template_kwargs,
-            parsed.chat_end,
-            "",
-            parsed.tools,
+            lambda: service.encode(
+                parsed.prompt,
+                parsed.param,
+                parsed.add_special_tokens,
+                parsed.chat_template_kwargs,
+                parsed.chat_end,
+                tools=parsed.tools,
+            )
         )
         result = {"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens}
         return json_response(result, headers=service.ignored_header(parsed.ignored))

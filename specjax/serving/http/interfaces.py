@@ -71,14 +71,13 @@ def interface_routes(service: Service, read: ReadBody) -> list[Route]:
     async def count_tokens(request: Request) -> Response:
         parsed = await read(partial(read_messages, is_count=True), request)
         tokens = await service.in_thread(
-            service.encode,
-            parsed.prompts[0],
-            "messages",
-            parsed.add_special_tokens,
-            parsed.chat_template_kwargs,
-            parsed.chat_end,
-            "",
-            parsed.tools,
+            lambda: service.encode(
+                parsed.prompts[0],
+                "messages",
+                chat_template_kwargs=parsed.chat_template_kwargs,
+                chat_end=parsed.chat_end,
+                tools=parsed.tools,
+            )
         )
         headers = service.ignored_header(parsed.ignored)
         return json_response({"input_tokens": len(tokens)}, headers=headers)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from specjax.chat import prompt_text, response_form, tag_tokens
+from specjax.chat import ResponseForm, prompt_text, response_form, tag_tokens
 from specjax.errors import InputError
 from specjax.fill_in_the_middle import encode_gap, gap_end_ids
 from specjax.grammars import CheckerBusyError, CompiledGrammar, Grammar, GrammarChecker
@@ -373,27 +373,39 @@ class Service:
                     submission.add(self.engine.submit(tokens, params, choice=choice, **options))
         return prompts
 
-    def regions(self, request: TextRequest, prompt: Sequence[int]) -> AnswerRegions:
-        """Return the regions of a text of a request, before its first token.
+    def regions(
+        self, request: TextRequest, prompts: Sequence[Sequence[int]]
+    ) -> list[AnswerRegions]:
+        """Return the regions of each text of a request, before its first token.
 
         It decodes the prompt of a chat, which takes milliseconds, and so must run in a thread.
 
         Args:
             request: the request.
-            prompt: the token ids of the text's prompt.
+            prompts: the token ids of its prompts.
         """
-        # A grammar holds from the first token on, also where the prompt has begun a thought. So the
-        # text that it allows is content, and not reasoning.
-        is_read = request.is_chat and request.params.grammar is None
-        form = self.form if is_read else None
+        form = self._form_of(request)
         has_begun = form is not None and request.chat_end != "messages"
-        return AnswerRegions(
-            form,
-            prompt_text(self.engine.tokenizer, prompt) if has_begun else "",
-            request.tools,
-            with_calls=request.tool_choice.mode != "none",
-            with_reasoning=request.include_reasoning,
-        )
+        begins = [prompt_text(self.engine.tokenizer, it) if has_begun else "" for it in prompts]
+        return [
+            AnswerRegions(
+                form,
+                begin,
+                request.tools,
+                with_calls=request.tool_choice.mode != "none",
+                with_reasoning=request.include_reasoning,
+            )
+            for begin in begins
+            for _ in range(request.n)
+        ]
+
+    def _form_of(self, request: TextRequest) -> ResponseForm | None:
+        """Return the form in which an answer is read; None: all of its text is content.
+
+        A grammar holds from the first token on, also where the prompt has begun a thought. So the
+        text that it allows is content, and not reasoning.
+        """
+        return self.form if request.is_chat and request.params.grammar is None else None
 
     def _special_texts(self, request: TextRequest) -> dict[int, str] | None:
         """Return the special tokens that are text in the answer to a request; None: there are none.
@@ -402,7 +414,7 @@ class Service:
         the request wants so. The stop token at the end of a text is left out, unless the request
         wants what it stops at.
         """
-        tags = self._tags if request.is_chat and request.params.grammar is None else None
+        tags = None if self._form_of(request) is None else self._tags
         if request.skip_special_tokens:
             return tags
         stated = self._stop_token_ids(request)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
+from specjax.grammars import CompiledGrammar
 from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError
 from specjax.serving.http import responses
 from specjax.serving.http.errors import RequestError
@@ -19,7 +20,7 @@ from specjax.serving.http.responses import (
     engine_status,
     json_response,
 )
-from specjax.serving.http.service import Service
+from specjax.serving.http.service import Service, Submission
 
 
 class InterfaceWriter(Protocol):
@@ -152,8 +153,9 @@ class GenerationResponse:
             grammar = await service.compile_grammar(request)
             # Cancelling this task does not stop the thread. Texts that it submits later are
             # cancelled by the submission, which has ended by then.
-            owner = scope["specjax.owner"]
-            prompts = await service.in_thread(service.submit, request, submission, owner, grammar)
+            prompts, regions = await service.in_thread(
+                self._submit, submission, scope["specjax.owner"], grammar
+            )
             handles = submission.handles
             record = record_of(scope)
             record.model, record.handles = request.model, handles
@@ -163,12 +165,6 @@ class GenerationResponse:
                 # A prompt counts once, with its first choice.
                 service.metrics.watch(handle, 0 if choice else len(prompts[prompt_index]))
             headers = service.ignored_header(request.ignored)
-            regions = await service.in_thread(
-                lambda: [
-                    service.regions(request, prompts[index // request.n])
-                    for index in range(len(handles))
-                ]
-            )
             writer = self._make_writer(handles, prompts, regions)
             if request.stream:
                 await _stream(service, writer, send, headers)
@@ -181,6 +177,13 @@ class GenerationResponse:
                 await response(scope, receive, send)
         finally:
             service.end(submission)
+
+    def _submit(
+        self, submission: Submission, owner: str, grammar: CompiledGrammar | None
+    ) -> tuple[list[list[int]], list[AnswerRegions]]:
+        """Submit the texts, and return the prompts, and the regions of each text."""
+        prompts = self._service.submit(self._request, submission, owner, grammar)
+        return prompts, self._service.regions(self._request, prompts)
 
     def _chunk_writer(
         self,

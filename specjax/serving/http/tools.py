@@ -1,12 +1,12 @@
 """The tools of a request: ``tools`` and ``tool_choice``, checked."""
 
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from specjax.errors import did_you_mean
+from specjax.serving.http.bodies import shown
 from specjax.serving.http.errors import RequestError, invalid
 
 MAX_TOOLS = 128
@@ -16,9 +16,6 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 _PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 """The schema of a tool that states none: it takes no arguments."""
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
 
 
 @dataclass(frozen=True)
@@ -83,14 +80,14 @@ def _tool(place: str, tool: Any) -> dict[str, Any]:
         raise invalid("tools", f"{place}: it must be an object with type and function")
     kind, function = tool.get("type", "function"), tool.get("function")
     if kind != "function":
-        message = f"{place}.type={_SHORT.repr(kind)}: not supported; give 'function'"
+        message = f"{place}.type={shown(kind)}: not supported; give 'function'"
         raise invalid("tools", message, code="unsupported_parameter")
     if not isinstance(function, Mapping):
         raise invalid("tools", f"{place}.function: it is missing; give an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         message = (
-            f"{place}.function.name={_SHORT.repr(name)}: give 1 to 64 letters, digits, underscores,"
+            f"{place}.function.name={shown(name)}: give 1 to 64 letters, digits, underscores,"
             " dots or hyphens"
         )
         raise invalid("tools", message)
@@ -110,7 +107,7 @@ def _tool(place: str, tool: Any) -> dict[str, Any]:
 def _optional(place: str, function: Mapping[str, Any], name: str, kind: Any, remedy: str) -> Any:
     value = function.get(name)
     if value is not None and not isinstance(value, kind):
-        raise invalid("tools", f"{place}.function.{name}={_SHORT.repr(value)}: give {remedy}")
+        raise invalid("tools", f"{place}.function.{name}={shown(value)}: give {remedy}")
     return value
 
 
@@ -140,7 +137,7 @@ def read_tool_choice(
         return ToolChoice()
     if not can_require:
         message = (
-            f"tool_choice={_SHORT.repr(choice)}: this server has no grammar for calls of this"
+            f"tool_choice={shown(choice)}: this server has no grammar for calls of this"
             " model; give 'auto' or 'none'"
         )
         raise invalid("tool_choice", message, code="unsupported_parameter")
@@ -158,7 +155,7 @@ def read_tool_choice(
         raise _wrong_choice(choice)
     if name not in names:
         message = (
-            f"tool_choice.function.name={_SHORT.repr(name)}: no tool has this name"
+            f"tool_choice.function.name={shown(name)}: no tool has this name"
             f"{did_you_mean(name, names)}; give the name of one of the tools"
         )
         raise invalid("tool_choice", message)
@@ -167,7 +164,7 @@ def read_tool_choice(
 
 def _wrong_choice(choice: Any) -> RequestError:
     message = (
-        f"tool_choice={_SHORT.repr(choice)}: give 'none', 'auto', 'required' or"
+        f"tool_choice={shown(choice)}: give 'none', 'auto', 'required' or"
         ' {"type": "function", "function": {"name": ...}}'
     )
     return invalid("tool_choice", message)

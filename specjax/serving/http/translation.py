@@ -120,7 +120,7 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     if param is not None and (name := names.get(param)) is not None:
         if message.startswith(param):
             message = name + message.removeprefix(param)
-        param = name.partition(".")[0]
+        param = _parameter_of(name)
     return RequestError(error.status, message, param=param, code=error.code, headers=error.headers)
 
 
@@ -139,7 +139,7 @@ def converted(place: str, value: Any, kind: Any) -> Any:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         reason = str(error)[:200]
-        raise invalid(place.partition("[")[0].partition(".")[0], f"{place}: {reason}") from None
+        raise invalid(_parameter_of(place), f"{place}: {reason}") from None
 
 
 def not_supported(place: str, what: str, remedy: str) -> RequestError:
@@ -150,9 +150,13 @@ def not_supported(place: str, what: str, remedy: str) -> RequestError:
         >>> str(not_supported("input[0].content[1]", "an image", "text"))
         'input[0].content[1]: an image is not supported; give text'
     """
-    param = place.partition("[")[0].partition(".")[0]
     message = f"{place}: {what} is not supported; give {remedy}"
-    return invalid(param, message, code="unsupported_parameter")
+    return invalid(_parameter_of(place), message, code="unsupported_parameter")
+
+
+def _parameter_of(place: str) -> str:
+    """Return the parameter that a place, such as ``input[2].name``, is in."""
+    return place.partition("[")[0].partition(".")[0]
 
 
 def text_part(text: str) -> dict[str, str]:

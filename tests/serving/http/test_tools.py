@@ -196,7 +196,7 @@ def test_a_text_with_a_grammar_is_content() -> None:
     for grammar, expected in ((None, ("", "a")), (specjax.Regex("a"), ("a", ""))):
         with_grammar = replace(request, params=replace(request.params, grammar=grammar))
         prompt = service.engine.tokenizer.encode("<|im_start|>assistant\n<think>\n")
-        regions = service.regions(with_grammar, prompt)
+        (regions,) = service.regions(with_grammar, [prompt])
         regions.push("a")
         regions.finish("stop")
         assert (regions.content, regions.reasoning) == expected
