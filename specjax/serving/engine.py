@@ -306,9 +306,9 @@ class Engine:
                 tokens,
                 stop,
                 params.min_new_tokens,
-                is_chat,
-                special_texts,
-                with_stop,
+                is_chat=is_chat,
+                tags=special_texts,
+                with_stop=with_stop,
             )
         matcher = None
         if params.grammar is not None:

@@ -289,14 +289,14 @@ def _appended_twice(append: Callable) -> Callable:
 
 
 def _every_tokenization(write_mask: Callable) -> Callable:
-    def wide(self, bits):
-        flags = np.zeros(len(bits) * 32, bool)
+    def wide(self, masks, node):
+        flags = np.zeros(masks.shape[1] * 32, bool)
         for token in range(VOCABULARY):
             if token != END and self._matcher.try_consume_tokens([token]) == 1:
                 flags[token] = True
                 self._matcher.rollback(1)
-        write_mask(self, bits)
-        bits |= np.packbits(flags, bitorder="little").view(np.uint32)
+        write_mask(self, masks, node)
+        masks[node] |= np.packbits(flags, bitorder="little").view(np.uint32)
 
     return wide
 

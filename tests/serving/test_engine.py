@@ -656,10 +656,9 @@ def test_of_a_chat_of_a_model_with_channels_the_final_one_is_the_text(
     chat_flags: list[bool] = []
     make = text.GrowingText
 
-    def see(*arguments: Any, is_chat: bool = False) -> Any:
-        *arguments, is_chat = arguments if len(arguments) == 5 else (*arguments, is_chat)
+    def see(*arguments: Any, is_chat: bool = False, **options: Any) -> Any:
         chat_flags.append(is_chat)
-        return make(*arguments, is_chat=is_chat)
+        return make(*arguments, is_chat=is_chat, **options)
 
     monkeypatch.setattr(text, "GrowingText", see)
     monkeypatch.setattr(pipeline, "GrowingText", see)
