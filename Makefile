@@ -1,7 +1,7 @@
 # Begin with `make demo` and `make test`. Each command makes its own virtual environment and needs only a package index.
 PYTHON ?= python3
 
-.PHONY: demo test test-full test-newest test-lowest test-browser test-thorough lint docs docs-serve clean
+.PHONY: demo test test-full test-newest test-lowest test-browser test-clients test-thorough lint docs docs-serve clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -34,11 +34,17 @@ test-lowest: .venv-lowest/installed
 test-browser: .venv-test/installed
 	.venv-test/bin/python -m pytest tests/serving/http/test_browser.py -m browser
 
+# Real programs hold conversations with the server, each in an environment of its own, which takes gigabytes and a network. An
+# engine that follows rules answers them, or a model: make test-clients MODEL=DIRECTORY. With RECORD=1, the bodies of their
+# requests are written into tests/clients/bodies. The last lines say which programs were tested, and which were not and why.
+test-clients: .venv-test/installed
+	MODEL="$(MODEL)" RECORD="$(RECORD)" .venv-test/bin/python -m pytest -n 0 tests/clients/test_programs.py -m clients --timeout 3600
+
 # What is too long for every change: millions of draws, whole benchmarks, fuzzing by the minute. And the tests of both tiers above,
 # compiled as users compile: those tiers tell XLA to take less trouble.
 test-thorough: .venv-test/installed
 	@$(PYTHON) install.py .venv-test -e '.[compile,peers,ray]'
-	XLA_FLAGS= .venv-test/bin/python -m pytest -n 2 --dist worksteal -m "not browser" --timeout 10800
+	XLA_FLAGS= .venv-test/bin/python -m pytest -n 2 --dist worksteal -m "not browser and not clients" --timeout 10800
 
 lint: .venv-test/installed
 	.venv-test/bin/ruff check .
@@ -110,7 +116,7 @@ check-python:
 	  f"Python 3.11 or newer is needed and this is {v.major}.{v.minor}: make PYTHON=python3.12 ...")'
 
 clean:
-	rm -rf .venv .venv-test .venv-newest .venv-lowest .venv-docs .venv-release site build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-test .venv-newest .venv-lowest .venv-docs .venv-release .venv-clients site build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 # Train the embedded pair again, from nothing (see the README for how long), and put it in place.
 .PHONY: assets

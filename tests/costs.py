@@ -23,7 +23,7 @@ import pytest
 MOST_CPU_SECONDS = 2.0
 """The most that a test of ``make test`` may cost. A slower one carries a marker of `SLOW`."""
 
-SLOW = ("full", "thorough", "browser", "kills_alone", "represents")
+SLOW = ("full", "thorough", "browser", "clients", "kills_alone", "represents")
 """Markers of tests that may cost more: of other tiers, or without a cheaper replacement."""
 
 README = Path(__file__).parents[1] / "README.md"

@@ -5,7 +5,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -48,6 +48,11 @@ class Characters:
 
     def convert_ids_to_tokens(self, token: int) -> str:
         return chr(token) if token < 1000 else f"<0x{token - 1000 + 0xC0:02X}>"
+
+
+def characters(text: str) -> list[int]:
+    """Return the tokens of a text."""
+    return [min(ord(character), 999) for character in text]
 
 
 @dataclass
@@ -172,11 +177,7 @@ class MadeUpEngine:
             prompt += "".join(
                 f"{name}={value}\n" for name, value in (chat_template_kwargs or {}).items()
             )
-        return (
-            [min(ord(character), 999) for character in prompt]
-            if isinstance(prompt, str)
-            else list(prompt)
-        )
+        return characters(prompt) if isinstance(prompt, str) else list(prompt)
 
     def encode_prediction(self, prediction: str) -> list[int]:
         self.encoded_predictions += 1
@@ -191,7 +192,7 @@ class MadeUpEngine:
         ):
             raise QueueFullError("as many requests wait as may")
         settings = {"logprobs": None, "prediction": None, "spans": False, **vars(params), **options}
-        text = self.encode(self.text)
+        text = characters(self.answer(prompt))
         endless = text if self.ends else itertools.cycle(text)
         tokens = itertools.islice(endless, params.max_new_tokens)
         pieces = [self._piece(token, settings) for token in tokens]
@@ -205,6 +206,10 @@ class MadeUpEngine:
             handle.predicted_tokens, handle.prediction_length = 2, len(settings["prediction"])
         self.submitted.append(handle)
         return handle
+
+    def answer(self, prompt: list[int]) -> str:
+        """Return the text after a prompt."""
+        return self.text
 
     @staticmethod
     def _piece(token: int, settings: dict[str, Any]) -> Piece:
@@ -244,17 +249,22 @@ def running(
     drain_seconds: float = 5.0,
     tls: tuple[str, str] | None = None,
     bound: socket.socket | None = None,
+    around: Callable[[Any], Any] = lambda app: app,
     **options: Any,
 ) -> Iterator[tuple[run._Server, tuple[str, int]]]:
     """Run uvicorn in a thread as `specjax serve` does, and yield the server and its address.
 
-    It listens at ``bound``, or at a free port.
+    It listens at ``bound``, or at a free port. ``around`` returns the ASGI application that runs,
+    which may pass requests on to the one that it is given.
     """
     all_options: dict[str, Any] = {"names": ("tiny",), "only_loopback": True} | options
     service = Service(engine, AppOptions(**all_options))
     with bound or run.bind("127.0.0.1", 0) as listening:
         server = run._Server(
-            run._config(make_app(service), bounds, tls, service.drafts), service, drain_seconds, ""
+            run._config(around(make_app(service)), bounds, tls, service.drafts),
+            service,
+            drain_seconds,
+            "",
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

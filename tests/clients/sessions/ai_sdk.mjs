@@ -1,0 +1,40 @@
+// Hold the conversation with the AI SDK, whose own loop runs the tool.
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { generateText, stepCountIs, streamText, tool } from "ai";
+import { z } from "zod";
+import { address, description, hold, model, readNote, requests, system } from "./common.mjs";
+
+const provider = createOpenAICompatible({ name: "specjax", baseURL: `${address}/v1`, includeUsage: true });
+const tools = {
+  read_note: tool({
+    description,
+    inputSchema: z.object({ name: z.string().describe("The name of the note.") }),
+    execute: readNote,
+  }),
+};
+
+async function chat(ask) {
+  const messages = [];
+  const answers = [];
+  for (const request of requests) {
+    messages.push({ role: "user", content: request });
+    const fields = { model: provider(model), system, messages, tools, stopWhen: stepCountIs(4), maxRetries: 0 };
+    const result = await ask(fields);
+    answers.push(await result.text);
+    messages.push(...(await result.response).messages);
+  }
+  return answers;
+}
+
+async function streamed(fields) {
+  const result = streamText({
+    ...fields,
+    onError({ error }) {
+      throw error;
+    },
+  });
+  for await (const _ of result.textStream);
+  return result;
+}
+
+await hold({ generateText: () => chat(generateText), streamText: () => chat(streamed) });

@@ -1,0 +1,73 @@
+"""Hold the conversation with Anthropic's Python client: by hand, and by its own loop of tools."""
+
+from typing import Any
+
+from anthropic import Anthropic, beta_tool
+from common import ADDRESS, DESCRIPTION, MODEL, PARAMETERS, REQUESTS, SYSTEM, hold, read_note
+
+CLIENT = Anthropic(base_url=ADDRESS, api_key="none", max_retries=0)
+FIELDS: Any = {"model": MODEL, "max_tokens": 512, "system": SYSTEM}
+
+
+def by_hand(is_streamed: bool) -> list[str]:
+    """Return the answers of a loop that runs the tools."""
+    tool: Any = {"name": "read_note", "description": DESCRIPTION, "input_schema": PARAMETERS}
+    messages: list[Any] = []
+    answers = []
+    for request in REQUESTS:
+        messages.append({"role": "user", "content": request})
+        while True:
+            count = CLIENT.messages.count_tokens(
+                model=MODEL, system=SYSTEM, messages=messages, tools=[tool]
+            )
+            assert count.input_tokens > 0
+            if is_streamed:
+                with CLIENT.messages.stream(messages=messages, tools=[tool], **FIELDS) as stream:
+                    message = stream.get_final_message()
+            else:
+                message = CLIENT.messages.create(messages=messages, tools=[tool], **FIELDS)
+            messages.append({"role": "assistant", "content": message.content})
+            if message.stop_reason != "tool_use":
+                break
+            results = [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": block.id,
+                    "content": read_note(**block.input),
+                }
+                for block in message.content
+                if block.type == "tool_use"
+            ]
+            messages.append({"role": "user", "content": results})
+        answers.append(text_of(message))
+    return answers
+
+
+def by_runner(is_streamed: bool) -> list[str]:
+    """Return the answers of the client's own loop."""
+    tool = beta_tool(read_note)
+    messages: list[Any] = []
+    answers = []
+    for request in REQUESTS:
+        messages.append({"role": "user", "content": request})
+        fields = FIELDS | {"stream": True} if is_streamed else FIELDS
+        runner = CLIENT.beta.messages.tool_runner(messages=messages, tools=[tool], **fields)
+        message = runner.until_done()
+        messages.append({"role": "assistant", "content": message.content})
+        answers.append(text_of(message))
+    return answers
+
+
+def text_of(message: Any) -> str:
+    """Return the text of a message."""
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+hold(
+    {
+        "messages": lambda: by_hand(False),
+        "messages, streamed": lambda: by_hand(True),
+        "tool runner": lambda: by_runner(False),
+        "tool runner, streamed": lambda: by_runner(True),
+    }
+)

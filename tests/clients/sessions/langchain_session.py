@@ -1,0 +1,45 @@
+"""Hold the conversation with langchain-openai: a chat model with a bound tool, and responses."""
+
+from typing import Any
+
+from common import ADDRESS, MODEL, REQUESTS, SYSTEM, hold, read_note
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+TOOL = tool(read_note)
+
+
+def conversation(is_streamed: bool, **options: Any) -> list[str]:
+    """Return the answers of a loop that invokes the tool."""
+    chat = ChatOpenAI(
+        model=MODEL, base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0, **options
+    )
+    bound = chat.bind_tools([TOOL])
+    messages: list[Any] = [SystemMessage(SYSTEM)]
+    answers = []
+    for request in REQUESTS:
+        messages.append(HumanMessage(request))
+        while True:
+            if is_streamed:
+                message, *more = bound.stream(messages)
+                for chunk in more:
+                    message += chunk
+            else:
+                message = bound.invoke(messages)
+            messages.append(message)
+            if not message.tool_calls:
+                break
+            messages += [TOOL.invoke(call) for call in message.tool_calls]
+        answers.append(message.text)
+    return answers
+
+
+hold(
+    {
+        "chat": lambda: conversation(False),
+        "chat, streamed": lambda: conversation(True),
+        "responses": lambda: conversation(False, use_responses_api=True),
+        "responses, streamed": lambda: conversation(True, use_responses_api=True),
+    }
+)

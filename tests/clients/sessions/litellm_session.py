@@ -1,0 +1,52 @@
+"""Hold the conversation with litellm, by chat completions and by messages."""
+
+import json
+from typing import Any
+
+import litellm
+from common import ADDRESS, DESCRIPTION, MODEL, PARAMETERS, REQUESTS, SYSTEM, hold, read_note
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "read_note", "description": DESCRIPTION, "parameters": PARAMETERS},
+}
+
+
+def conversation(provider: str, base: str, is_streamed: bool) -> list[str]:
+    """Return the answers of a provider's interface."""
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+    answers = []
+    for request in REQUESTS:
+        messages.append({"role": "user", "content": request})
+        while True:
+            answer = litellm.completion(
+                model=f"{provider}/{MODEL}",
+                api_base=base,
+                api_key="none",
+                messages=messages,
+                tools=[TOOL],
+                stream=is_streamed,
+                num_retries=0,
+            )
+            if is_streamed:
+                answer = litellm.stream_chunk_builder([*answer], messages=messages)
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                break
+            for call in message.tool_calls:
+                result = read_note(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        answers.append(message.content)
+    return answers
+
+
+hold(
+    {
+        "chat": lambda: conversation("openai", f"{ADDRESS}/v1", False),
+        "chat, streamed": lambda: conversation("openai", f"{ADDRESS}/v1", True),
+        "hosted_vllm": lambda: conversation("hosted_vllm", f"{ADDRESS}/v1", True),
+        "messages": lambda: conversation("anthropic", ADDRESS, False),
+        "messages, streamed": lambda: conversation("anthropic", ADDRESS, True),
+    }
+)

@@ -1,0 +1,56 @@
+"""Hold the conversation with agents of openai-agents, by chat completions and by responses."""
+
+import asyncio
+
+from agents import (
+    Agent,
+    Model,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from common import ADDRESS, MODEL, REQUESTS, SYSTEM, hold, read_note
+from openai import AsyncOpenAI
+
+
+def client() -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
+
+
+async def _conversation(model: Model, is_streamed: bool) -> list[str]:
+    agent = Agent(name="Reader", instructions=SYSTEM, model=model, tools=[function_tool(read_note)])
+    items, answers = [], []
+    for request in REQUESTS:
+        items.append({"role": "user", "content": request})
+        if is_streamed:
+            result = Runner.run_streamed(agent, items)
+            async for _ in result.stream_events():
+                pass
+        else:
+            result = await Runner.run(agent, items)
+        items = result.to_input_list()
+        answers.append(result.final_output)
+    return answers
+
+
+def chat(is_streamed: bool) -> list[str]:
+    """Return the answers by chat completions."""
+    return asyncio.run(_conversation(OpenAIChatCompletionsModel(MODEL, client()), is_streamed))
+
+
+def responses(is_streamed: bool) -> list[str]:
+    """Return the answers by responses."""
+    return asyncio.run(_conversation(OpenAIResponsesModel(MODEL, client()), is_streamed))
+
+
+set_tracing_disabled(True)
+hold(
+    {
+        "chat": lambda: chat(False),
+        "chat, streamed": lambda: chat(True),
+        "responses": lambda: responses(False),
+        "responses, streamed": lambda: responses(True),
+    }
+)

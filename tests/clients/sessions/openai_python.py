@@ -1,0 +1,79 @@
+"""Hold the conversation with OpenAI's Python client, by chat completions and by responses."""
+
+import json
+from typing import Any
+
+from common import ADDRESS, DESCRIPTION, MODEL, PARAMETERS, REQUESTS, SYSTEM, hold, read_note
+from openai import OpenAI
+
+CLIENT = OpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
+FUNCTION = {"name": "read_note", "description": DESCRIPTION, "parameters": PARAMETERS}
+
+
+def chat(is_streamed: bool) -> list[str]:
+    """Return the answers by chat completions."""
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+    answers = []
+    fields: Any = {"model": MODEL, "tools": [{"type": "function", "function": FUNCTION}]}
+    for request in REQUESTS:
+        messages.append({"role": "user", "content": request})
+        while True:
+            if is_streamed:
+                with CLIENT.chat.completions.stream(messages=messages, **fields) as stream:
+                    completion = stream.get_final_completion()
+            else:
+                completion = CLIENT.chat.completions.create(messages=messages, **fields)
+            message = completion.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                break
+            for call in message.tool_calls:
+                result = read_note(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        answers.append(message.content)
+    return answers
+
+
+def responses(is_streamed: bool, is_stored: bool) -> list[str]:
+    """Return the answers by responses, which the server or the client keeps."""
+    items: list[Any] = []
+    answers, previous = [], None
+    fields: Any = {"model": MODEL, "instructions": SYSTEM, "store": is_stored}
+    fields["tools"] = [{"type": "function", "strict": False, **FUNCTION}]
+    for request in REQUESTS:
+        items.append({"role": "user", "content": request})
+        while True:
+            if previous:
+                fields["previous_response_id"] = previous
+            if is_streamed:
+                with CLIENT.responses.stream(input=items, **fields) as stream:
+                    for _ in stream:
+                        pass
+                    response = stream.get_final_response()
+            else:
+                response = CLIENT.responses.create(input=items, **fields)
+            if is_stored:
+                items, previous = [], response.id
+            else:
+                items += response.output
+            calls = [item for item in response.output if item.type == "function_call"]
+            if not calls:
+                break
+            for call in calls:
+                result = read_note(**json.loads(call.arguments))
+                output = {"type": "function_call_output", "call_id": call.call_id}
+                items.append(output | {"output": result})
+        answers.append(response.output_text)
+    return answers
+
+
+hold(
+    {
+        "chat": lambda: chat(False),
+        "chat, streamed": lambda: chat(True),
+        "responses": lambda: responses(False, False),
+        "responses, streamed": lambda: responses(True, False),
+        "responses, stored": lambda: responses(False, True),
+        "responses, stored, streamed": lambda: responses(True, True),
+    }
+)
