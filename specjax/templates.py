@@ -215,21 +215,56 @@ def renderer(
     }
 
     def render(messages: Messages) -> str:
-        chat = [dict(message) for message in messages]
         if all(value is not None for message in messages for value in message.values()):
+            chat = [dict(message) for message in messages]
             return tokenizer.apply_chat_template(chat, tokenize=False, **ending, **variables)
         # `apply_chat_template` would drop fields that are None.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        rendered, _ = render_jinja_template(
-            conversations=[chat],
-            chat_template=tokenizer.get_chat_template(),
-            **ending,
-            **{**tokenizer.special_tokens_map, **variables},
-        )
-        return rendered[0]
+        return _render(tokenizer, messages, **ending, **variables)[0]
 
     return render
+
+
+def answer_spans(
+    tokenizer: Any, messages: Messages, settings: Settings | None = None
+) -> list[tuple[int, int]]:
+    """Return the parts of a chat's text that the template marks as the assistant's.
+
+    These are what stands between ``{% generation %}`` and ``{% endgeneration %}``.
+
+    Args:
+        tokenizer: a tokenizer of transformers with a chat template.
+        messages: the chat, in a form that the template reads.
+        settings: variables for the template. They override those of the tokenizer.
+
+    Returns:
+        The begin and the end of each part, in characters of the text that `renderer` makes of the
+        chat with ``end="messages"``.
+
+    Examples:
+        >>> from specjax.templates import answer_spans
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+        >>> tokenizer.chat_template = "{% for m in messages %}> " + marked + "{% endfor %}"
+        >>> answer_spans(tokenizer, [{"role": "assistant", "content": "Hello"}])
+        [(2, 7)]
+    """
+    variables = settings_of(tokenizer) | dict(settings or {})
+    _, spans = _render(tokenizer, messages, return_assistant_tokens_mask=True, **variables)
+    return spans
+
+
+def _render(
+    tokenizer: Any, messages: Messages, **options: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat, and the parts that are marked as the assistant's if requested."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, spans = render_jinja_template(
+        conversations=[[dict(message) for message in messages]],
+        chat_template=tokenizer.get_chat_template(),
+        **{**tokenizer.special_tokens_map, **options},
+    )
+    return rendered[0], [(begin, end) for begin, end in spans[0]] if spans else []
 
 
 _A_QUESTION = ({"role": "user", "content": "a"},)

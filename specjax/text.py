@@ -22,6 +22,7 @@ from specjax.templates import (
     Messages,
     Render,
     Settings,
+    answer_spans,
     read_settings,
     renderer,
     settings_of,
@@ -387,6 +388,61 @@ def encode_chat(
         >>> tokenizer.decode(specjax.text.encode_chat(tokenizer, messages))
         'user: Hello'
     """
+    _check_chat(tokenizer, messages)
+    if tools and not takes_tools(tokenizer):
+        raise InputError(
+            "tools: the model's chat template takes no tools; leave them out, or describe them in a"
+            " message"
+        )
+    settings = read_settings(chat_template_kwargs or {})
+    text, _ = _chat_with(tokenizer, messages, settings, end, tools)
+    return list(_encode_rendered(tokenizer, text)["input_ids"])
+
+
+def encode_conversation(
+    tokenizer: Any, messages: Messages, chat_template_kwargs: Settings | None = None
+) -> tuple[list[int], np.ndarray]:
+    """Return the token ids of a chat with its answers, and which of them the assistant writes.
+
+    The ids are those of `encode_chat` with ``end="messages"``. The template must mark what the
+    assistant writes, with ``{% generation %}`` and ``{% endgeneration %}``. A token counts if a
+    part of its text does.
+
+    Args:
+        tokenizer: a tokenizer of transformers, with a tokenizer.json.
+        messages: the chat.
+        chat_template_kwargs: variables for the template, as for `encode_chat`.
+
+    Returns:
+        The token ids, and ``[tokens]`` bool which of them the assistant writes.
+
+    Raises:
+        InputError: as `encode_chat`.
+
+    Examples:
+        >>> from specjax.text import encode_conversation
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+        >>> tokenizer.chat_template = "{% for m in messages %}> " + marked + "{% endfor %}"
+        >>> messages = [{"role": "assistant", "content": "Hello"}]
+        >>> ids, is_answer = encode_conversation(tokenizer, messages)
+        >>> tokenizer.decode(ids), tokenizer.decode(np.array(ids)[is_answer])
+        ('> Hello', ' Hello')
+    """
+    _check_chat(tokenizer, messages)
+    settings = read_settings(chat_template_kwargs or {})
+    text, form = _chat_with(tokenizer, messages, settings, "messages", ())
+    encoding = _encode_rendered(tokenizer, text)
+    begins, ends = np.array(encoding.encodings[0].offsets).reshape(-1, 2).T
+    # The begins and ends of the answers, with an answer after the text, so that each token has a
+    # next one.
+    after = (len(text), len(text))
+    starts, stops = np.array([*answer_spans(tokenizer, form, settings), after]).T
+    next_answer = np.searchsorted(stops[:-1], begins, side="right")
+    return list(encoding["input_ids"]), starts[next_answer] < ends
+
+
+def _check_chat(tokenizer: Any, messages: Messages) -> None:
     if not messages:
         raise InputError("messages=[]: empty; give at least one message")
     if not tokenizer.chat_template:
@@ -394,15 +450,12 @@ def encode_chat(
             "chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt"
             " as text"
         )
-    if tools and not takes_tools(tokenizer):
-        raise InputError(
-            "tools: the model's chat template takes no tools; leave them out, or describe them in a"
-            " message"
-        )
-    settings = read_settings(chat_template_kwargs or {})
-    text = _chat_with(tokenizer, messages, settings, end, tools)
+
+
+def _encode_rendered(tokenizer: Any, text: str) -> Any:
+    """Return transformers' encoding of the text that a template has made of a chat."""
     _check_unicode(text)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return tokenizer(text, add_special_tokens=False, verbose=False)
 
 
 def _chat_with(
@@ -411,8 +464,11 @@ def _chat_with(
     settings: Settings,
     end: ChatEnd,
     tools: Sequence[Mapping[str, Any]],
-) -> str:
-    """Return the text of a chat; an error names the template's variables if they cause it."""
+) -> tuple[str, Messages]:
+    """Return the text of a chat, and the messages in the form that the template reads.
+
+    An error names the template's variables if they cause it.
+    """
     try:
         return _chat_text(renderer(tokenizer, settings, end, tools or None), messages)
     except InputError as error:
@@ -441,8 +497,8 @@ def _can_write(render: Render, messages: Messages) -> bool:
     return True
 
 
-def _chat_text(render: Render, messages: Messages) -> str:
-    """Return the text of a chat, with developer messages as system messages if necessary."""
+def _chat_text(render: Render, messages: Messages) -> tuple[str, Messages]:
+    """Return the text of a chat and its form, with developer messages as system if necessary."""
     try:
         return _render_chat(render, messages)
     except InputError:
@@ -456,8 +512,8 @@ def _chat_text(render: Render, messages: Messages) -> str:
         raise
 
 
-def _render_chat(render: Render, messages: Messages) -> str:
-    """Return the text of a chat, in the first form of its messages that the template reads in full.
+def _render_chat(render: Render, messages: Messages) -> tuple[str, Messages]:
+    """Return the text of a chat, and the first form of its messages that the template reads whole.
 
     This includes tool calls, if the template reads them in any form. Otherwise they are ignored.
     """
@@ -471,18 +527,18 @@ def _render_chat(render: Render, messages: Messages) -> str:
             refusal = refusal or error
             continue
         if _first_left_out(render, form) is None:
-            return text
+            return text, form
         index = _first_left_out(render, form, with_calls=False)
         if index is not None:
             left_out = index if left_out is None else left_out
         elif without_calls is None:
-            without_calls = text
+            without_calls = text, form
     if without_calls is not None:
         return without_calls
     if left_out is None:
         raise InputError(
-            f"messages: the model's chat template refuses them ({_shortened(str(refusal))}); check"
-            " the roles and their order"
+            f"messages: the model's chat template refuses them ({_shortened(str(refusal), 160)});"
+            " check the roles and their order"
         )
     raise InputError(
         f"messages[{left_out}]: the model's chat template leaves out this message, with role "
@@ -737,8 +793,8 @@ def _short(name: str) -> str:
     return repr(_shortened(name))
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}…"
+def _shortened(text: str, limit: int = 80) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}…"
 
 
 # --- text that grows ------------------------------------------------------------------------------

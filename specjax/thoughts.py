@@ -10,7 +10,7 @@ from typing import Any
 
 from specjax.errors import InputError
 from specjax.grammars import ThinkingBudget, ThoughtTokens
-from specjax.templates import settings_of
+from specjax.templates import renderer
 from specjax.text import REASONING_FIELDS, encode_continuation
 
 _QUESTION, _THOUGHT, _ANSWER, _EARLIER = "Question0", "Thought0", "Answer0", "Earlier0"
@@ -193,12 +193,7 @@ def _rendered(
         return
     for is_prompt in prompts:
         try:
-            yield tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=is_prompt,
-                tokenize=False,
-                **settings_of(tokenizer),
-            )
+            yield renderer(tokenizer, end="answer" if is_prompt else "messages")(messages)
         except Exception:  # a template may raise anything for a chat that it does not take
             continue
 

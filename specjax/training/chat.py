@@ -1,8 +1,8 @@
 """The encoding of conversations: their tokens, and a mask of the assistant's tokens.
 
-The chat template of the model gives both. It must mark the assistant's part with
-``{% generation %}``. Without that mark no token would be a label and a run would learn nothing, so
-this raises an error.
+A conversation has the ids that the same chat has in generation, because both are encoded by
+`specjax.text`. The chat template must mark the assistant's part with ``{% generation %}``. Without
+that mark no token would be a label and a run would learn nothing, so this raises an error.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from specjax.config import ConfigError
+from specjax.errors import InputError
 from specjax.templates import settings_of
+from specjax.text import encode_chat, encode_conversation
 from specjax.training.documents import Message
 
 Encoded = tuple[Sequence[int] | np.ndarray, np.ndarray]
@@ -41,25 +43,16 @@ def encode(
     settings = settings_of(tokenizer)
     for number, messages in enumerate(conversations, 1):
         try:
-            encoding = tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=responses_only,
-                **settings,
-            )
-        # A template is code of the checkpoint, which may raise any error.
-        except Exception as error:
+            if responses_only:
+                encoded.append(encode_conversation(tokenizer, messages))
+            else:
+                ids = encode_chat(tokenizer, messages, end="messages")
+                encoded.append((ids, np.ones(len(ids), bool)))
+        except InputError as error:
             arguments = f", given data.chat_template_kwargs={settings}," if settings else ""
             raise ConfigError(
                 f"data.source: the chat template{arguments} refuses conversation {number} ({error})"
             ) from None
-        ids = list(encoding["input_ids"])
-        if responses_only:
-            mask = np.array(encoding["assistant_masks"], bool)
-        else:
-            mask = np.ones(len(ids), bool)
-        encoded.append((ids, mask))
     if encoded and not any(mask.any() for _, mask in encoded):
         first_line = tokenizer.chat_template.strip().splitlines()[0][:80]
         raise ConfigError(
