@@ -247,9 +247,11 @@ class TextGenerator(OneLine):
         Args:
             prompt: a text, or messages such as ``[{"role": "user", "content": "…"}]``, to which the
                 model's chat template is applied.
-            options: the arguments of `settings`, and ``stop``, a string or a sequence of strings:
-                the text ends before the first of them. Where temperature, top_k, top_p or min_p is
-                missing or None, ``default_sampling`` applies.
+            options: the arguments of `settings`, and two of text. ``stop`` is a string or a
+                sequence of strings: the text ends before the first of them.
+                ``chat_template_kwargs`` are variables for the template of these chats, as for
+                `encode`. Where temperature, top_k, top_p or min_p is missing or None,
+                ``default_sampling`` applies.
 
         Raises:
             InputError: an argument cannot be used. The message has its name, its value and the
@@ -258,9 +260,13 @@ class TextGenerator(OneLine):
                 has the tokens of all rows.
         """
         prompts, is_list = _prompts(prompt)
-        stop, generation_options = _split_options(options, self.default_sampling)
-        tokens = list(map(self.encode, prompts))
+        stop, chat_template_kwargs, generation_options = _split_options(
+            options, self.default_sampling
+        )
         chats = [not isinstance(messages, str) for messages in prompts]
+        tokens = [
+            self.encode(messages, chat_template_kwargs=chat_template_kwargs) for messages in prompts
+        ]
         run = self.start(
             tokens, generation_options, stop=stop, steps=LOOK_EVERY if stop else None, is_chat=chats
         )
@@ -278,10 +284,12 @@ class TextGenerator(OneLine):
             raise InputError(
                 f"prompt={prompt!r}: stream takes one prompt; call the generator for a list"
             )
-        stop, generation_options = _split_options(options, self.default_sampling)
+        stop, chat_template_kwargs, generation_options = _split_options(
+            options, self.default_sampling
+        )
         is_chat = not isinstance(prompts[0], str)
         run = self.start(
-            [self.encode(prompts[0])],
+            [self.encode(prompts[0], chat_template_kwargs=chat_template_kwargs)],
             generation_options,
             stop=stop,
             steps=LOOK_EVERY,
@@ -546,14 +554,17 @@ def _encoded(biases: Any, tokenizer: Any) -> Any:
 
 def _split_options(
     options: dict[str, Any], default_sampling: Sampling | None
-) -> tuple[Sequence[str], GenerationOptions]:
-    """Return ``stop``, and the `settings` of the other options merged with the defaults.
+) -> tuple[Sequence[str], Settings | None, GenerationOptions]:
+    """Return ``stop``, ``chat_template_kwargs``, and the `settings` of the remaining options.
 
-    Warns about options that have no effect.
+    The settings are merged with the defaults. Warns about options that have no effect.
     """
-    check_options("the generator", options, settings, "stop", *SAMPLING_NAMES)
+    check_options(
+        "the generator", options, settings, "stop", "chat_template_kwargs", *SAMPLING_NAMES
+    )
     options = dict(options)
     stop = text.check_stop(options.pop("stop", ()))
+    chat_template_kwargs = options.pop("chat_template_kwargs", None)
     stated = {name: options.pop(name, None) for name in SAMPLING_NAMES}
     generation_options = settings(
         **options, **vars((default_sampling or GREEDY).with_explicit(**stated))
@@ -562,7 +573,7 @@ def _split_options(
         warnings.warn(
             f"{', '.join(unread)}: ignored at temperature 0, which is greedy", stacklevel=3
         )
-    return stop, generation_options
+    return stop, chat_template_kwargs, generation_options
 
 
 def unread_settings(sampling: Sampling) -> list[str]:

@@ -135,7 +135,7 @@ def settings_of(tokenizer: Any) -> dict[str, Any]:
     return dict(getattr(tokenizer, "chat_template_kwargs", {}))
 
 
-def check_is_chat(is_chat: bool, file: str, settings: str) -> None:
+def check_is_chat(is_chat: bool, file: str, settings: str | Settings) -> None:
     """Refuse, with an InputError, a chat template or its variables where no prompt is a chat.
 
     Examples:
@@ -147,7 +147,8 @@ def check_is_chat(is_chat: bool, file: str, settings: str) -> None:
     for name, value in (("chat_template", file), ("chat_template_kwargs", settings)):
         if value and not is_chat:
             raise InputError(
-                f"{name}={_short(value)}: it applies to chats only; give --chat, or leave it out"
+                f"{name}={_short(value)}: it applies to chats only; give --chat, or in Python"
+                " messages, or leave it out"
             )
 
 

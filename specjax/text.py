@@ -23,6 +23,7 @@ from specjax.templates import (
     Render,
     Settings,
     answer_spans,
+    check_is_chat,
     read_settings,
     renderer,
     settings_of,
@@ -246,11 +247,13 @@ def encode(
 ) -> list[int]:
     """Return the token ids of a prompt.
 
-    With ``chat``, the prompt is the user's turn in the model's chat template, see `encode_chat`. If
-    the prompt begins with the begin token, no second one is added.
+    With ``chat``, the prompt is the user's turn in the model's chat template, see `encode_chat`.
+    Only then may there be ``chat_template_kwargs``. If the prompt begins with the begin token, no
+    second one is added.
 
     Raises:
-        InputError: the prompt is empty or not valid Unicode, or the tokenizer has no chat template.
+        InputError: the prompt is empty or not valid Unicode, the tokenizer has no chat template, or
+            there are variables for a template that is not used.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -263,6 +266,7 @@ def encode(
         raise InputError("prompt='': empty; give at least one character")
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}], chat_template_kwargs)
+    check_is_chat(False, "", chat_template_kwargs or {})
     _check_unicode(prompt)
     # Without a warning about the length, which the models check.
     tokens = list(tokenizer(prompt, verbose=False)["input_ids"])

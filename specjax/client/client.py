@@ -26,7 +26,7 @@ from specjax.errors import InputError, check_options
 from specjax.models import hub
 from specjax.models.transformer import Target
 from specjax.sampling_params import SamplingParams
-from specjax.templates import Settings, with_template
+from specjax.templates import Settings, check_is_chat, with_template
 from specjax.wire.arrays import PRECISIONS, Precision
 
 DEPTHS = (2, 4, 8, 16)
@@ -93,6 +93,7 @@ class Client:
         private: Sequence[str] = (),
         journal: str | Path | None = None,
         is_offline: bool = False,
+        chat_template_kwargs: Settings | None = None,
         **stated: Any,
     ) -> Writer | PrivateWriter:
         """Generate a text. Iterate over the returned writer for events; ``report`` has the result.
@@ -112,6 +113,8 @@ class Client:
                 from it.
             is_offline: whether to generate all of the text with the drafter, provisionally, and
                 never contact the server.
+            chat_template_kwargs: variables for the template of this chat. They override those of
+                `connect`.
             stated: fields of `specjax.SamplingParams` by name, such as ``max_new_tokens=64``. They
                 replace those of ``params``.
 
@@ -133,7 +136,7 @@ class Client:
                 f"grammar: the server applies it, and with {'private' if private else 'is_offline'}"
                 " the server verifies nothing; leave one of them out"
             )
-        tokens = self.encode(prompt)
+        tokens = self.encode(prompt, chat_template_kwargs)
         room = self.device.capacity - params.max_new_tokens
         if len(tokens) > room:
             raise InputError(
@@ -201,8 +204,17 @@ class Client:
             pass
         return writer.report
 
-    def encode(self, prompt: str | text.Messages | Sequence[int]) -> list[int]:
-        """Return the token ids of a prompt."""
+    def encode(
+        self,
+        prompt: str | text.Messages | Sequence[int],
+        chat_template_kwargs: Settings | None = None,
+    ) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Args:
+            prompt: text, a chat, or token ids.
+            chat_template_kwargs: variables for the chat template, as for `stream`.
+        """
         vocabulary = self.device.target.config.vocab_size
         if isinstance(prompt, str) or any(
             not isinstance(part, int | np.integer) for part in prompt
@@ -212,10 +224,14 @@ class Client:
                     "prompt: without a tokenizer give token ids; --target-parts of `specjax"
                     " convert` has one"
                 )
-            is_chat = not isinstance(prompt, str)
-            encode = text.encode_chat if is_chat else text.encode
-            tokens = encode(self.tokenizer, prompt)  # pyright: ignore[reportArgumentType]
+            if isinstance(prompt, str):
+                tokens = text.encode(
+                    self.tokenizer, prompt, chat_template_kwargs=chat_template_kwargs
+                )
+            else:
+                tokens = text.encode_chat(self.tokenizer, prompt, chat_template_kwargs)  # pyright: ignore[reportArgumentType]
         else:
+            check_is_chat(False, "", chat_template_kwargs or {})
             tokens = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
         if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
             raise InputError(

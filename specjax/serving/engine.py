@@ -35,7 +35,7 @@ from specjax.serving.handle import Handle, OutputOptions
 from specjax.serving.pages import Tenant
 from specjax.serving.scheduler import Scheduler
 from specjax.serving.statistics import EngineStatistics
-from specjax.templates import Settings
+from specjax.templates import Settings, check_is_chat
 from specjax.token_biases import TokenBiases
 
 
@@ -230,6 +230,7 @@ class Engine:
         special_texts: Mapping[int, str] | None = None,
         with_stop: bool = False,
         compiled_grammar: CompiledGrammar | None = None,
+        chat_template_kwargs: Settings | None = None,
         **stated: Any,
     ) -> Handle:
         """Submit a request, and return its handle at once.
@@ -267,6 +268,8 @@ class Engine:
             compiled_grammar: what `compile_grammar` has returned for the grammar of the parameters,
                 so that it is not compiled again if it was forgotten meanwhile. None: it is looked
                 up, or compiled here.
+            chat_template_kwargs: variables for the template of this chat. They override those of
+                the tokenizer (`specjax.load`).
             stated: fields of `SamplingParams` by name, such as ``temperature=0.7``, in place of
                 ``params`` or to override them. Without ``params``, the distribution's fields that
                 are left out are those of ``default_sampling``, or greedy if there is none.
@@ -289,7 +292,8 @@ class Engine:
                 " tokenizer=..."
             )
         self._check_output_options(params, logprobs, echo, spans)
-        tokens, predicted_tokens = self.encode(prompt), self.encode_prediction(prediction)
+        tokens = self.encode(prompt, chat_template_kwargs)
+        predicted_tokens = self.encode_prediction(prediction)
         # With max_new_tokens=0 the row is freed after its prefill, and the one token is never
         # sampled.
         row_params = params if params.max_new_tokens else replace(params, max_new_tokens=1)
@@ -454,6 +458,7 @@ class Engine:
         if not _is_tokens(prompt):
             generator = pipeline.TextGenerator(self.target, self.tokenizer)
             return generator.encode(prompt, chat_template_kwargs=chat_template_kwargs)  # pyright: ignore[reportArgumentType]
+        check_is_chat(False, "", chat_template_kwargs or {})
         tokens = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
         check_prompts([tokens], None, self.target.config.vocab_size)
         return tokens
