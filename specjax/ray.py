@@ -48,6 +48,8 @@ class Generate:
     - ``tokens``: the ids of the prompt and the answer, with an end token.
     - ``loss_spans``: where in ``tokens`` the answer begins and ends.
     - ``tokenizer_fingerprint``: identifies the tokenizer of the ids.
+    - ``chat_template_kwargs``: for a conversation, the variables of the chat template, as JSON
+      text.
     - ``regenerated_from``: identifies the original prompt, so that training holds out all answers
       to it, or none.
     - ``left_out``: why there is no answer, if the prompt cannot be encoded or leaves no room for an

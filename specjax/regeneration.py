@@ -19,8 +19,9 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving.engine import Engine
 from specjax.serving.handle import Handle
 from specjax.sharding import on_host
+from specjax.templates import settings_of
 from specjax.training import fingerprint
-from specjax.training.written import WrittenTokens
+from specjax.training.written import WrittenTokens, variables_record
 
 
 class AnswerWriter(AbstractContextManager["AnswerWriter"]):
@@ -54,6 +55,7 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
             is_chat: fingerprint.of_tokenizer(generator.tokenizer, is_chat)
             for is_chat in (False, True)
         }
+        self._variables = settings_of(generator.tokenizer)
         drafts = (None if generator.drafter is None else generator.drafter.draft_shape,)
         self._engine = Engine(
             generator,
@@ -135,7 +137,8 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
         self, turns: Sequence[tuple[list[int], tuple[int, ...]]], *, is_chat: bool
     ) -> dict[str, Any]:
         """Return the record of the tokens of prompts and answers, turn by turn, for training."""
-        return WrittenTokens.of_turns(turns, self._fingerprints[is_chat]).record()
+        variables = self._variables if is_chat else None
+        return WrittenTokens.of_turns(turns, self._fingerprints[is_chat], variables).record()
 
     def empty_record(self, *, is_chat: bool) -> dict[str, Any]:
         """Return the token record of a prompt that is left out."""
@@ -143,6 +146,7 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
             "tokens": [],
             "loss_spans": [[0, 0]],
             "tokenizer_fingerprint": self._fingerprints[is_chat],
+            **variables_record(self._variables if is_chat else None),
         }
 
 

@@ -4,6 +4,7 @@ A chat template is a Jinja program that comes with a checkpoint. It runs only in
 transformers.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -133,6 +134,52 @@ def settings_of(tokenizer: Any) -> dict[str, Any]:
         {}
     """
     return dict(getattr(tokenizer, "chat_template_kwargs", {}))
+
+
+def shown_settings(settings: Settings) -> str:
+    """Return variables of a chat template as JSON text, as options and configurations have them.
+
+    Examples:
+        >>> from specjax.templates import shown_settings
+        >>> shown_settings({"enable_thinking": False})
+        '{"enable_thinking": false}'
+    """
+    return json.dumps(dict(settings), sort_keys=True, ensure_ascii=False, default=str)
+
+
+_A_ROUND = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "c"},
+    {"role": "user", "content": "d"},
+)
+
+
+def have_same_effect(tokenizer: Any, settings: Settings, other_settings: Settings) -> bool:
+    """Return True if a chat template makes the same of chats with either variables.
+
+    A chat with a thought is rendered with both: as a prompt, and with its answer.
+
+    Examples:
+        >>> from specjax.templates import have_same_effect
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> tokenizer.chat_template = "{{ messages[0].content }}{{ mood or 'good' }}"
+        >>> have_same_effect(tokenizer, {}, {"mood": "good"})
+        True
+        >>> have_same_effect(tokenizer, {}, {"mood": "bad"})
+        False
+    """
+    if dict(settings) == dict(other_settings):
+        return True
+    plain = without_settings(tokenizer)
+
+    def rendered(variables: Settings) -> tuple[str, str]:
+        prompt = renderer(plain, variables)(_A_ROUND)
+        return prompt, renderer(plain, variables, end="messages")(_A_ROUND[:2])
+
+    try:
+        return rendered(settings) == rendered(other_settings)
+    except Exception:  # a template is code of the checkpoint and may raise any error
+        return False
 
 
 def check_is_chat(is_chat: bool, file: str, settings: str | Settings) -> None:

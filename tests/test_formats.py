@@ -28,7 +28,7 @@ from specjax.chips import Chip
 from specjax.cli import client, env
 from specjax.cli.main import COMMANDS, Command, Group, main
 from specjax.client.events import TextReport
-from specjax.drafters import Eagle3
+from specjax.drafters import Eagle3, chat_variables
 from specjax.drafters.registry import METHODS
 from specjax.evaluation import losslessness
 from specjax.lowering.compiled import Compiled
@@ -234,7 +234,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Names:
         "evaluate --lossless": losslessness.LosslessnessVerdict,
     }
     paths |= {name: sorted(_fields(kind)) for name, kind in classes.items()}
-    tokens = WrittenTokens.of_turns([([5, 6], [7])], "a fingerprint")
+    tokens = WrittenTokens.of_turns([([5, 6], [7])], "a fingerprint", {"enable_thinking": False})
     paths["tokens of a data set"] = sorted(tokens.record())
     return paths
 
@@ -271,9 +271,12 @@ def checkpoints(folder: Path) -> Names:
     return names_of
 
 
-def training_runs() -> Names:
-    """Return the names that a training run saves to resume: its claim, state and students."""
+def training_runs(folder: Path) -> Names:
+    """Return the names that a run saves: its claim, state and students, and what is beside them."""
     names_of: Names = {"claim.json": [field.name for field in dataclasses.fields(Claim)]}
+    chat_variables.write(folder, {})
+    (beside,) = folder.iterdir()
+    names_of[f"file {beside.name}"] = sorted(json.loads(beside.read_text()))
     names_of["state"] = [field.name for field in dataclasses.fields(TrainState)]  # pyright: ignore[reportArgumentType]
     target = tiny_target()
     names_of["student target"] = _leaves(target)

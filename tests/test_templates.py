@@ -175,7 +175,7 @@ def test_a_training_reads_them_and_its_data_say_so(tokenizer, tmp_path) -> None:
         config = DataConfig(
             **settings, chat_template=str(file), chat_template_kwargs=template_settings
         )
-        of_data, packed, _ = data.prepare(config)
+        of_data, packed, *_ = data.prepare(config)
         learnt.append(of_data.decode(packed["tokens"][0].tolist()))
     assert ["glad" in words for words in learnt] == [False, True]
     plain = with_template(tokenizer, str(file))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import text
-from specjax.drafters import Drafter, registry
+from specjax.drafters import Drafter, chat_variables, registry
 from specjax.errors import InputError
 from specjax.files import replacing
 from specjax.models import checkpoint, config_json, hub, huggingface, parts
@@ -139,6 +139,7 @@ def run_convert(config: ConvertConfig) -> None:
     drafter = kind.from_pretrained(files, dtype=dtype, weights=weights, **settings)
     with waiting(f"writing {config.output}"):
         drafter.save_pretrained(config.output, layout=layout, target=config.target)
+        chat_variables.copy(files, Path(config.output))
     parts_of_line = [f"{config.output}: layout {layout}, {dtype}", config.quantize]
     print(
         "; ".join(filter(None, [*parts_of_line, kind.checkpoint_format.describe(drafter, layout)]))
@@ -189,6 +190,7 @@ def _write(target: Target, source: CheckpointFiles, output: str, **options: Any)
     with waiting(f"writing {output}"), replacing(Path(output)) as scratch:
         target.save_pretrained(scratch, **options)
         copy_beside(source.directory, scratch)
+        chat_variables.copy(source, scratch)
     size, whole = CheckpointFiles(Path(output)).weight_bytes, source.weight_bytes
     return f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target"
 

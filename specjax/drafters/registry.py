@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax import text
+from specjax.drafters import chat_variables
 from specjax.drafters.base import RULES_PAGE, Drafter
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
 from specjax.drafters.methods.compressed_cache import CompressedCache
@@ -281,7 +282,8 @@ def load_drafter(
         mesh: the mesh of the target.
         tokenizer: the target's tokenizer. If the drafter's checkpoint has a tokenizer too, they
             must agree. A draft model's tokenizer may differ if it shares half of the smaller
-            vocabulary; with ``draft-model-intersect:WHERE`` any overlap is enough.
+            vocabulary; with ``draft-model-intersect:WHERE`` any overlap is enough. If the drafter
+            was trained on chats with other variables of the chat template, there is a warning.
         weights: the quantization of the weights, as for `Target.from_pretrained`.
 
     Raises:
@@ -302,11 +304,15 @@ def load_drafter(
         if text.has_tokenizer(files.directory):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(files.directory))
     shape = None if draft is None else as_shape(draft)
-    return method.make(
+    drafter = method.make(
         DrafterRequest(
             name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings, files
         )
     )
+    if tokenizer is not None and method.recognises is not None:
+        files = hub.open_checkpoint(files or where, weights=False)
+        chat_variables.compare(f"drafter={name!r}", files, tokenizer)
+    return drafter
 
 
 def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:

@@ -4,8 +4,10 @@ The order can be resumed at any batch.
 """
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -13,7 +15,13 @@ import tokenizers
 
 from specjax.config import ConfigError
 from specjax.progress import say
-from specjax.templates import with_template
+from specjax.templates import (
+    have_same_effect,
+    read_settings,
+    settings_of,
+    shown_settings,
+    with_template,
+)
 from specjax.training import chat, fingerprint
 from specjax.training.config import DataConfig
 from specjax.training.contract import Windows
@@ -134,10 +142,25 @@ def batches(packed: Windows, batch: int, seed: int) -> grain.DatasetIterator:
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
 
-def prepare(
-    config: DataConfig, end: int | None = None, vocab: int | None = None
-) -> tuple[tokenizers.Tokenizer, Windows, Windows]:
-    """Return the tokenizer, the training windows and the held-out windows of a `DataConfig`.
+class TrainingData(NamedTuple):
+    """The data of a run.
+
+    Attributes:
+        tokenizer: the tokenizer.
+        windows: the windows to train on.
+        held_out: the windows to evaluate on.
+        chat_tokenizer: the tokenizer of transformers, with the chat template of the conversations
+            and its variables; None if the data are texts.
+    """
+
+    tokenizer: tokenizers.Tokenizer
+    windows: Windows
+    held_out: Windows
+    chat_tokenizer: Any = None
+
+
+def prepare(config: DataConfig, end: int | None = None, vocab: int | None = None) -> TrainingData:
+    """Read the documents of a `DataConfig`, tokenize them, and pack them into windows.
 
     The token that the tokenizer puts before every text separates texts. If it puts none, texts end
     with its end token; if it has none, with ``end``. Without any of these, the end of a text is not
@@ -159,7 +182,7 @@ def prepare(
             f"data.source={config.source!r}: it has both texts and conversations; give one kind"
         )
     reader = _chat_reader(config) if chats else _text_reader(config, train, end)
-    _report_generated_tokens([*train, *held_out], reader.tokenizer_hash, config)
+    _report_generated_tokens([*train, *held_out], reader, config)
     size = vocab or reader.vocab
 
     def windows(documents: Sequence[Document]) -> Windows:
@@ -167,7 +190,7 @@ def prepare(
         masks = [mask for _, mask in encoded]
         return pack([ids for ids, _ in encoded], config.window, masks, reader.begin)
 
-    return reader.tokenizer, windows(train), windows(held_out)
+    return TrainingData(reader.tokenizer, windows(train), windows(held_out), reader.chat_tokenizer)
 
 
 @dataclass(frozen=True)
@@ -180,6 +203,7 @@ class _Reader:
         vocab: the vocabulary size of the tokenizer.
         begin: the token that begins each document; None without one.
         encode: tokenizes documents.
+        chat_tokenizer: the tokenizer of transformers with the chat template; None for texts.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -187,6 +211,7 @@ class _Reader:
     vocab: int
     begin: int | None
     encode: Callable[[Sequence[Document]], list[chat.Encoded]]
+    chat_tokenizer: Any = None
 
 
 def _text_reader(config: DataConfig, train: Sequence[Document], end: int | None) -> _Reader:
@@ -227,7 +252,8 @@ def _chat_reader(config: DataConfig) -> _Reader:
 
     tokenizer_hash = fingerprint.of_tokenizer(tokenizer)
     begin = tokenizer.bos_token_id
-    return _Reader(tokenizer.backend_tokenizer, tokenizer_hash, len(tokenizer), begin, encode)
+    backend = tokenizer.backend_tokenizer
+    return _Reader(backend, tokenizer_hash, len(tokenizer), begin, encode, tokenizer)
 
 
 def _sequences(
@@ -267,9 +293,10 @@ def _tokens_of(tokenizer_hash: str | None, document: Document) -> WrittenTokens 
 
 
 def _report_generated_tokens(
-    documents: Sequence[Document], tokenizer_hash: str | None, config: DataConfig
+    documents: Sequence[Document], reader: _Reader, config: DataConfig
 ) -> None:
     with_tokens = [document for document in documents if document.written is not None]
+    tokenizer_hash = reader.tokenizer_hash
     used = sum(_tokens_of(tokenizer_hash, document) is not None for document in with_tokens)
     if used:
         say(
@@ -281,4 +308,32 @@ def _report_generated_tokens(
             f"data.source={config.source!r}: {len(with_tokens) - used} of {len(documents)}"
             " documents have tokens of another tokenizer or chat template than this run's: their"
             " text is tokenised"
+        )
+    if reader.chat_tokenizer is not None:
+        _warn_of_variables(with_tokens, reader.chat_tokenizer, config)
+
+
+def _warn_of_variables(documents: Sequence[Document], tokenizer: Any, config: DataConfig) -> None:
+    """Warn of answers that were generated with other variables of the chat template."""
+    used = settings_of(tokenizer)
+    recorded = [
+        document.written.chat_template_kwargs
+        for document in documents
+        if document.written is not None and document.written.chat_template_kwargs is not None
+    ]
+    counts = Counter(map(shown_settings, recorded))
+    different = {
+        shown: counts[shown]
+        for shown in counts
+        if not have_same_effect(tokenizer, read_settings(shown), used)
+    }
+    if different:
+        listed = " and ".join(
+            f"{count} conversations with chat_template_kwargs={shown}"
+            for shown, count in different.items()
+        )
+        say(
+            f"data.source={config.source!r}: a target answered {listed}, and this run has"
+            f" data.chat_template_kwargs={shown_settings(used)}; give the same variables",
+            unasked=True,
         )

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from specjax import chips
 from specjax.config import ConfigError, differences
+from specjax.drafters import chat_variables
 from specjax.drafters.base import Drafter
 from specjax.models import config_json, hub
 from specjax.models.config import ModelConfig
@@ -30,6 +31,7 @@ from specjax.models.transformer import Target
 from specjax.progress import Wait, waiting
 from specjax.sampling import make_key
 from specjax.sharding import mesh_for
+from specjax.templates import settings_of
 from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
 from specjax.training.contract import Metrics, StudentInputs, Windows
@@ -94,6 +96,9 @@ def train(config: TrainConfig) -> Path:
 
     def export(name: str, state: TrainState) -> None:
         state.student.save_pretrained(output / name, dtype=jnp.dtype(config.export_dtype))
+        if run.chat_template_kwargs is not None and jax.process_index() == 0:
+            for config_file in (output / name).rglob("config.json"):
+                chat_variables.write(config_file.parent, run.chat_template_kwargs)
         if method.whole_model and jax.process_index() == 0:
             save_tokenizer(
                 output / name,
@@ -174,6 +179,7 @@ class _Run:
         mesh: the mesh; None for one device.
         tokenizer: the tokenizer of the windows.
         tokenizer_directory: the directory of the tokenizer; empty if it was trained here.
+        chat_template_kwargs: the variables of the chat template; None if the data are texts.
         iterator: the iterator over the training batches.
         held_out: the windows to evaluate on.
         fixed: the other arguments of `train_step`, which are the same in every step.
@@ -184,6 +190,7 @@ class _Run:
     mesh: Mesh | None
     tokenizer: tokenizers.Tokenizer
     tokenizer_directory: str
+    chat_template_kwargs: dict[str, Any] | None
     iterator: grain.DatasetIterator
     held_out: Windows
     fixed: dict[str, Any]
@@ -204,7 +211,7 @@ def _prepare(config: TrainConfig) -> _Run:
         data_config = replace(data_config, tokenizer=data_config.tokenizer or str(files.directory))
     end = None if target is None else next(iter(target.config.eos_token_ids), None)
     with waiting(f"reading {data_config.source}"):
-        tokenizer, packed, held_out = data.prepare(
+        tokenizer, packed, held_out, chat_tokenizer = data.prepare(
             data_config, end, None if target is None else target.config.vocab_size
         )
     if target is not None:
@@ -217,6 +224,13 @@ def _prepare(config: TrainConfig) -> _Run:
     student = cast(method.init(make_key(config.seed), inputs), jnp.float32)
     if config.init_from:
         student = _warm_start(student, config.init_from)
+        if chat_tokenizer is not None:
+            chat_variables.compare(
+                f"init_from={config.init_from!r}",
+                hub.open_checkpoint(config.init_from, weights=False),
+                chat_tokenizer,
+                "data.chat_template_kwargs",
+            )
     if isinstance(student, Drafter):
         assert target is not None
         student.check(target)
@@ -235,7 +249,9 @@ def _prepare(config: TrainConfig) -> _Run:
         "accumulate": config.accumulate,
         "compute_dtype": compute,
     }
-    return _Run(state, target, mesh, tokenizer, data_config.tokenizer, iterator, held_out, fixed)
+    variables = None if chat_tokenizer is None else settings_of(chat_tokenizer)
+    directory = data_config.tokenizer
+    return _Run(state, target, mesh, tokenizer, directory, variables, iterator, held_out, fixed)
 
 
 def _warm_start(student: Any, path: str) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from specjax.config import ConfigError
+from specjax.errors import InputError
+from specjax.templates import Settings, read_settings, shown_settings
 
 TOKENIZER = "tokenizer_fingerprint"
 """The field that marks the other fields as those of this module.
@@ -20,6 +22,7 @@ Other data sets may have a field ``tokens`` as well.
 """
 
 _TOKENS, _SPANS, _STARTS = "tokens", "loss_spans", "starts"
+_VARIABLES = "chat_template_kwargs"
 
 BEGUN = ".part"
 """The end of the name of an unfinished file."""
@@ -44,6 +47,8 @@ class WrittenTokens:
             belongs to the answer. An answer that was cut has none.
         starts: the index in ``tokens`` at which each sequence begins.
         tokenizer: the hash of the tokenizer, `specjax.training.fingerprint.of_tokenizer`.
+        chat_template_kwargs: the variables that the chat template had; None for a text, or if they
+            are not recorded.
         where: the place of the record, for messages.
     """
 
@@ -51,11 +56,15 @@ class WrittenTokens:
     loss_spans: np.ndarray
     starts: tuple[int, ...]
     tokenizer: str
+    chat_template_kwargs: Settings | None = None
     where: str = ""
 
     @classmethod
     def of_turns(
-        cls, turns: Sequence[tuple[Sequence[int], Sequence[int]]], tokenizer: str
+        cls,
+        turns: Sequence[tuple[Sequence[int], Sequence[int]]],
+        tokenizer: str,
+        chat_template_kwargs: Settings | None = None,
     ) -> "WrittenTokens":
         """Build the sequences from the prompt and the answer of each turn, in order."""
         tokens: list[int] = []
@@ -69,13 +78,15 @@ class WrittenTokens:
             tokens += prompt[len(sequence) :]
             spans.append((len(tokens), len(tokens) + len(answer)))
             tokens += answer
-        return cls(np.array(tokens, np.int32), np.array(spans, np.int32), tuple(starts), tokenizer)
+        arrays = np.array(tokens, np.int32), np.array(spans, np.int32)
+        return cls(*arrays, tuple(starts), tokenizer, chat_template_kwargs)
 
     def record(self) -> dict[str, Any]:
         """Return the fields for a record, without ``starts`` if there is a single sequence."""
         starts = {_STARTS: list(self.starts)} if len(self.starts) > 1 else {}
         return {
             TOKENIZER: self.tokenizer,
+            **variables_record(self.chat_template_kwargs),
             _TOKENS: self.tokens.tolist(),
             _SPANS: self.loss_spans.tolist(),
             **starts,
@@ -103,6 +114,16 @@ class WrittenTokens:
                 f"{self.where}: {_TOKENS}: it has the id {largest}, but the vocabulary has only"
                 f" {vocab} tokens"
             )
+
+
+def variables_record(chat_template_kwargs: Settings | None) -> dict[str, str]:
+    """Return the field of a record for the variables of a chat template, if they are not None.
+
+    They are JSON text, because tables such as Parquet have no empty objects.
+    """
+    if chat_template_kwargs is None:
+        return {}
+    return {_VARIABLES: shown_settings(chat_template_kwargs)}
 
 
 def parse(record: Mapping[str, Any], where: str) -> WrittenTokens | None:
@@ -144,7 +165,13 @@ def parse(record: Mapping[str, Any], where: str) -> WrittenTokens | None:
         raise refuse(
             _STARTS, f"must begin with 0, increase, and be within the {len(tokens)} tokens"
         )
-    return WrittenTokens(tokens, spans, tuple(starts.tolist()), tokenizer, where)
+    variables = record.get(_VARIABLES)
+    if variables is not None:
+        try:
+            variables = read_settings(variables)
+        except InputError:
+            raise refuse(_VARIABLES, "must be the JSON text of an object") from None
+    return WrittenTokens(tokens, spans, tuple(starts.tolist()), tokenizer, variables, where)
 
 
 def is_beside(file: Path) -> bool:

@@ -89,7 +89,8 @@ def test_each_answer_of_a_chat_stands_after_what_it_was_written_after(
     command = ["regenerate", "--target", tiny_pair[0], "--source", str(source)]
     command += ["--output", str(output), "--chat-template", str(file)]
     command += ["--temperature", "0", "--max-new-tokens", "6", "--batch", "2"]
-    assert main(command) == 0
+    file.write_text("{{ mood }}" + template)
+    assert main([*command, "--chat-template-kwargs", '{"mood": ""}']) == 0
     generate = generator(tiny_pair[0], template)
     for record in records(output):
         starts = record.get("starts", [0])
@@ -103,6 +104,7 @@ def test_each_answer_of_a_chat_stands_after_what_it_was_written_after(
                 record["tokens"][begin:end]
                 == result.tokens[0, len(prompt) : result.lengths[0]].tolist()
             )
+        assert record["chat_template_kwargs"] == '{"mood": ""}'
         assert len(record["loss_spans"]) == len(messages) // 2
         if template == THOUGHTLESS:
             assert len(starts) == len(messages) // 2
@@ -121,7 +123,7 @@ def test_training_reads_the_tokens_of_all_shards(tiny_pair, tmp_path) -> None:
         str(folder / "*.jsonl"), tiny_pair[0], window=4, holdout=0.2, responses_only=False
     )
     train, _ = data.split_documents(read_documents(settings.source), 0.2)
-    _, packed, _ = data.prepare(settings)
+    _, packed, *_ = data.prepare(settings)
     by_document = {
         record["document"]: record["tokens"]
         for file in sorted(folder.glob("*.jsonl"))

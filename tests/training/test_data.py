@@ -122,7 +122,7 @@ def test_texts_have_the_tokens_that_generation_gives_them(left_on, tmp_path) -> 
         tokenizer_with(tmp_path / "tokenizer", **left_on),
         write_texts(tmp_path / "texts"),
     )
-    _, packed, _ = data.prepare(
+    _, packed, *_ = data.prepare(
         DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2)
     )
     train, _ = data.split_documents(documents.read_documents(source), 0.2)
@@ -151,7 +151,7 @@ def test_chats_have_the_tokens_that_generation_gives_them(left_on, tmp_path) -> 
     settings = DataConfig(
         str(source), str(directory), chat_template=str(template), window=8, holdout=0.2
     )
-    tokenizer, packed, _ = data.prepare(replace(settings, responses_only=False))
+    tokenizer, packed, *_ = data.prepare(replace(settings, responses_only=False))
     train, _ = data.split_documents(documents.read_documents(str(source)), 0.2)
     generation = text.load_tokenizer(directory)
     generation.chat_template = TEMPLATE
@@ -177,7 +177,7 @@ def test_texts_of_a_tokenizer_that_begins_none_end_with_an_end_token(tmp_path) -
         tokenizer_with(tmp_path / "tokenizer", post_processor=None),
         write_texts(tmp_path / "texts"),
     )
-    _, packed, _ = data.prepare(
+    _, packed, *_ = data.prepare(
         DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2)
     )
     tokens, counts = labels_across(packed)
@@ -198,7 +198,7 @@ def test_the_end_token_is_the_targets_where_the_tokenizer_has_none(tmp_path) -> 
     (directory / "tokenizer_config.json").write_text("{}")
     settings = DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2)
     for end, expected in ((7, 7), (None, None)):
-        _, packed, _ = data.prepare(settings, end=end)
+        _, packed, *_ = data.prepare(settings, end=end)
         assert not labels_across(packed)[1].any()
         assert (flat(packed).count(7) > 20) == (expected == 7)
 
@@ -206,7 +206,7 @@ def test_the_end_token_is_the_targets_where_the_tokenizer_has_none(tmp_path) -> 
 def test_a_begin_token_goes_on_being_learnt_as_the_end_of_the_text_before(tmp_path) -> None:
     source = write_texts(tmp_path / "texts")
     settings = DataConfig(source=source, tokenizer=str(ASSETS / "target"), window=8, holdout=0.2)
-    _, packed, _ = data.prepare(settings, end=7)
+    _, packed, *_ = data.prepare(settings, end=7)
     tokens, counts = labels_across(packed)
     assert len(tokens) > 20 and set(tokens.tolist()) == {0} and counts.all()
     assert packed["loss_mask"].all()
@@ -225,7 +225,7 @@ def test_a_conversation_is_no_label_of_the_one_before(tmp_path) -> None:
     )
     for begins in (False, True):
         template.write_text(("{{ bos_token }}" if begins else "") + TEMPLATE)
-        _, packed, _ = data.prepare(replace(settings, responses_only=False))
+        _, packed, *_ = data.prepare(replace(settings, responses_only=False))
         tokens, counts = labels_across(packed)
         assert len(tokens) > 20
         assert counts.all() if begins else not counts.any()

@@ -620,6 +620,7 @@ def test_a_warm_start_begins_with_the_weights_and_nothing_else(source, finished,
     loop.train(run)
     first = metrics_of(tmp_path / "run")[0]
     assert first["step"] == 1
+    assert not (tmp_path / "run" / "best" / "trained_with.json").exists()  # they are no chats
     assert first["loss"] < metrics_of(finished)[0]["loss"] - 0.5
     other_run = replace(
         run, output=str(tmp_path / "other"), method=Lm(model=replace(SIZES, intermediate_size=16))
@@ -629,6 +630,34 @@ def test_a_warm_start_begins_with_the_weights_and_nothing_else(source, finished,
         match=r"its shape differs from this run's student \(intermediate_size: 32 -> 16\)",
     ):
         loop.train(other_run)
+
+
+@pytest.mark.full
+def test_a_student_of_chats_has_their_variables_beside_it(source, tmp_path, capsys) -> None:
+    template, chats = tmp_path / "template.jinja", tmp_path / "chats.jsonl"
+    template.write_text(
+        "{{ mood or 'sad' }}{% for m in messages %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "line 1 says 2 and then 3"}] * 3
+    chats.write_text((json.dumps({"messages": messages}) + "\n") * 30)
+    data = DataConfig(
+        source=str(chats),
+        tokenizer=str(ASSETS / "target"),
+        window=32,
+        batch=4,
+        holdout=0.2,
+        chat_template=str(template),
+        chat_template_kwargs='{"mood": "glad"}',
+    )
+    run = config(source, tmp_path / "first", data=data, steps=1)
+    loop.train(run)
+    for student in ("best", "latest"):
+        file = tmp_path / "first" / student / "trained_with.json"
+        assert json.loads(file.read_text()) == {"chat_template_kwargs": {"mood": "glad"}}
+    warm = replace(run, output=str(tmp_path / "second"), init_from=str(tmp_path / "first" / "best"))
+    with pytest.warns(UserWarning, match=r"init_from=.*\"glad\".*data\.chat_template_kwargs=\{\}"):
+        loop.train(replace(warm, data=replace(data, chat_template_kwargs="")))
 
 
 @pytest.mark.full

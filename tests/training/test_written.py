@@ -39,8 +39,12 @@ def tokenizer():
 @pytest.fixture
 def notes(monkeypatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(data, "say", lines.append)
-    monkeypatch.setattr(documents, "say", lines.append)
+
+    def note(line: str, unasked: bool = False) -> None:
+        lines.append(line)
+
+    monkeypatch.setattr(data, "say", note)
+    monkeypatch.setattr(documents, "say", note)
     return lines
 
 
@@ -120,9 +124,9 @@ def test_texts_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, notes)
     source = write(tmp_path / "own.jsonl", records)
     for responses_only in (True, False):
         settings = replace(config(source), responses_only=responses_only)
-        _, packed, held_out = data.prepare(settings)
+        _, packed, held_out, _ = data.prepare(settings)
         write(source, without_tokens(records))
-        _, expected, expected_held_out = data.prepare(settings)
+        _, expected, expected_held_out, _ = data.prepare(settings)
         write(source, records)
         for ours, theirs in ((packed, expected), (held_out, expected_held_out)):
             assert ours["tokens"].tolist() == theirs["tokens"].tolist()
@@ -145,9 +149,9 @@ def test_chats_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, notes)
     template.write_text(TEMPLATE)
     records = written_chats(tokenizer)
     source = write(tmp_path / "chats.jsonl", records)
-    with_tokens = data.prepare(config(source, template))[1:]
+    with_tokens = data.prepare(config(source, template))[1:3]
     write(source, without_tokens(records))
-    expected = data.prepare(config(source, template))[1:]
+    expected = data.prepare(config(source, template))[1:3]
     assert len(notes) == 1
     for ours, theirs in zip(with_tokens, expected, strict=True):
         assert as_lists(ours) == as_lists(theirs)
@@ -159,8 +163,39 @@ def test_chats_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, notes)
     )
     # The spans of the records replace the marks of the template.
     write(source, [record | {TOKENIZER: unmarked} for record in records])
-    _, packed, _ = data.prepare(config(source, template))
+    _, packed, *_ = data.prepare(config(source, template))
     assert packed["loss_mask"].tolist() == expected[0]["loss_mask"].tolist()
+
+
+def test_a_training_with_other_variables_than_the_data_has_one_warning_that_names_both(
+    tokenizer, tmp_path, notes
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ mood | default('glad') }}" + TEMPLATE)
+    records = written_chats(tokenizer)
+    glad, sad = ({"chat_template_kwargs": json.dumps({"mood": mood})} for mood in ("glad", "sad"))
+    source = tmp_path / "chats.jsonl"
+    settings = config(source, template)
+
+    def warned(records: list[dict], variables: str) -> list[str]:
+        write(source, records)
+        notes.clear()
+        data.prepare(replace(settings, chat_template_kwargs=variables))
+        return [note for note in notes if "a target answered" in note]
+
+    mixed = [record | (sad if index < 10 else glad) for index, record in enumerate(records)]
+    assert warned(mixed, "") == [
+        f"data.source={str(source)!r}: a target answered 10 conversations with"
+        ' chat_template_kwargs={"mood": "sad"}, and this run has data.chat_template_kwargs={};'
+        " give the same variables"
+    ]
+    (warning,) = warned(mixed, '{"mood": "sad"}')
+    assert '20 conversations with chat_template_kwargs={"mood": "glad"}' in warning
+    assert 'data.chat_template_kwargs={"mood": "sad"}' in warning
+    assert not warned([record | glad for record in records], "")
+    assert not warned(records, '{"mood": "sad"}')  # nothing is recorded
+    with pytest.raises(ConfigError, match=r":1: chat_template_kwargs: must be the JSON text"):
+        warned([record | {"chat_template_kwargs": "[1"} for record in records], "")
 
 
 def test_tokens_that_the_text_does_not_say_are_those_that_are_trained_on(
@@ -168,7 +203,7 @@ def test_tokens_that_the_text_does_not_say_are_those_that_are_trained_on(
 ) -> None:
     records = written_texts(tokenizer, by_letters)
     source = write(tmp_path / "texts.jsonl", records)
-    _, packed, _ = data.prepare(config(source))
+    _, packed, *_ = data.prepare(config(source))
     train, _ = data.split_documents(documents.read_documents(str(source)), 0.2)
     tokens = {record["text"]: record["tokens"] for record in records}
     assert tokens[TEXTS[0]] != text.encode(tokenizer, TEXTS[0])
@@ -183,7 +218,7 @@ def test_records_with_and_without_tokens_stand_in_their_order(tokenizer, tmp_pat
         record if number % 2 else {"text": record["text"]} for number, record in enumerate(records)
     ]
     source = write(tmp_path / "texts.jsonl", mixed)
-    _, packed, _ = data.prepare(config(source))
+    _, packed, *_ = data.prepare(config(source))
     train, _ = data.split_documents(documents.read_documents(str(source)), 0.2)
     expected = []
     for document in train:
@@ -198,18 +233,18 @@ def test_records_with_and_without_tokens_stand_in_their_order(tokenizer, tmp_pat
 def test_tokens_of_another_tokenizer_or_template_are_not_used(tokenizer, tmp_path, notes) -> None:
     records = [record | {TOKENIZER: "another"} for record in written_texts(tokenizer, by_letters)]
     source = write(tmp_path / "texts.jsonl", records)
-    _, packed, _ = data.prepare(config(source))
+    _, packed, *_ = data.prepare(config(source))
     assert notes == [
         f"data.source='{source}': 40 of 40 documents have tokens of another tokenizer or chat"
         " template than this run's: their text is tokenised"
     ]
     write(source, without_tokens(records))
-    _, expected, _ = data.prepare(config(source))
+    _, expected, *_ = data.prepare(config(source))
     assert as_lists(packed) == as_lists(expected)
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE.replace("<end>", "<stop>"))
     write(source, written_chats(tokenizer))
-    tokenizer_read, packed, _ = data.prepare(config(source, template))
+    tokenizer_read, packed, *_ = data.prepare(config(source, template))
     assert "<stop>" in tokenizer_read.decode(flat(packed))
     assert "30 of 30 documents have tokens of another" in notes[-1]
 
@@ -274,7 +309,7 @@ def test_ids_that_the_target_has_and_the_tokenizer_has_not_are_the_targets(
     for record in records:
         record["tokens"][-1] = 3075
     source = write(tmp_path / "texts.jsonl", records)
-    _, packed, _ = data.prepare(config(source), vocab=3076)
+    _, packed, *_ = data.prepare(config(source), vocab=3076)
     assert (packed["tokens"] == 3075).sum() > 20
     with pytest.raises(
         ConfigError, match="it has the id 3075, but the vocabulary has only 3075 tokens"
