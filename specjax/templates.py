@@ -312,7 +312,7 @@ def _render(
         chat_template=tokenizer.get_chat_template(),
         **{**tokenizer.special_tokens_map, **options},
     )
-    return rendered[0], [(begin, end) for begin, end in spans[0]] if spans else []
+    return rendered[0], [(int(begin), int(end)) for begin, end in spans[0]] if spans else []
 
 
 _A_QUESTION = ({"role": "user", "content": "a"},)
