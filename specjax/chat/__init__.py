@@ -6,6 +6,8 @@ tags of its own. An `AnswerParser` reads that text while it grows. What it reads
 ``specjax/chat/response_templates``.
 """
 
+from specjax.chat.call_grammars import AfterThought, ToolCalls
+from specjax.chat.call_syntax import AnswerSyntax, CallSyntax, ThoughtSyntax
 from specjax.chat.events import (
     ChatAnswer,
     Event,
@@ -17,12 +19,22 @@ from specjax.chat.events import (
 )
 from specjax.chat.forms import ResponseForm
 from specjax.chat.parser import AnswerParser
-from specjax.chat.recognition import ChatFamily, families, family_form, family_of, response_form
+from specjax.chat.recognition import (
+    ChatFamily,
+    answer_syntax,
+    families,
+    family_form,
+    family_of,
+    response_form,
+)
 from specjax.chat.tokens import AnswerText, prompt_text, tag_tokens
 
 __all__ = [
+    "AfterThought",
     "AnswerParser",
+    "AnswerSyntax",
     "AnswerText",
+    "CallSyntax",
     "ChatAnswer",
     "ChatFamily",
     "Event",
@@ -31,7 +43,10 @@ __all__ = [
     "RegionKind",
     "RegionOpened",
     "ResponseForm",
+    "ThoughtSyntax",
     "ToolCall",
+    "ToolCalls",
+    "answer_syntax",
     "families",
     "family_form",
     "family_of",

@@ -74,7 +74,7 @@ class ParameterTypes:
         self._depth += 1
         types: Types = None
         if "$ref" in schema:
-            types = types_of(self._target(schema["$ref"]))
+            types = types_of(resolved(self._root, schema["$ref"]))
         for part in _list(schema.get("allOf")):
             types = _both(types, types_of(part))
         for union in ("anyOf", "oneOf"):
@@ -88,20 +88,31 @@ class ParameterTypes:
         self._steps += 1
         return isinstance(schema, Mapping) and self._steps <= MAX_STEPS
 
-    def _target(self, reference: Any) -> Any:
-        """Return what a reference inside of the schema points to; None if there is nothing."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
+
+def resolved(root: Mapping[str, Any], reference: Any) -> Any:
+    """Return what a reference inside of a schema points to; None if there is nothing.
+
+    Args:
+        root: the whole schema.
+        reference: the value of ``$ref``.
+
+    Examples:
+        >>> from specjax.chat.parameter_types import resolved
+        >>> resolved({"$defs": {"n": {"type": "integer"}}}, "#/$defs/n")
+        {'type': 'integer'}
+    """
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    value: Any = root
+    for escaped in reference.split("/")[1:]:
+        part = escaped.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, Mapping) and part in value:
+            value = value[part]
+        else:
             return None
-        value: Any = self._root
-        for escaped in reference.split("/")[1:]:
-            part = escaped.replace("~1", "/").replace("~0", "~")
-            if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-                value = value[int(part)]
-            elif isinstance(value, Mapping) and part in value:
-                value = value[part]
-            else:
-                return None
-        return value
+    return value
 
 
 def _both(first: Types, second: Types) -> Types:

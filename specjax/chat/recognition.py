@@ -7,6 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+from specjax.chat.call_syntax import AnswerSyntax
 from specjax.chat.events import RegionKind
 from specjax.chat.forms import ResponseForm
 from specjax.errors import InputError, did_you_mean
@@ -22,7 +23,8 @@ class ChatFamily:
         signs: lists of texts. A chat template that has all texts of one of the lists is of this
             family, unless an earlier family fits.
         sources: where the form is described.
-        form: how its answers are written.
+        form: how its answers are read.
+        syntax: how it writes them, for grammars.
 
     Examples:
         >>> from specjax.chat import families
@@ -35,6 +37,7 @@ class ChatFamily:
     signs: tuple[tuple[str, ...], ...]
     sources: tuple[str, ...]
     form: ResponseForm
+    syntax: AnswerSyntax
 
 
 @lru_cache(maxsize=1)
@@ -64,6 +67,7 @@ def _family(name: str, data: Mapping[str, Any]) -> ChatFamily:
         tuple(map(tuple, data["signs"])),
         tuple(data["sources"]),
         ResponseForm.from_template(data["response_template"], kinds, f"{name}.json"),
+        AnswerSyntax.from_data(data["syntax"]),
     )
 
 
@@ -131,10 +135,35 @@ def response_form(tokenizer: Any) -> ResponseForm | None:
         >>> response_form(tokenizer).regions[0].kind.value
         'reasoning'
     """
-    template = getattr(tokenizer, "response_template", None)
-    if template is None:  # an older transformers keeps what it does not know
-        template = getattr(tokenizer, "init_kwargs", {}).get("response_template")
+    template = _own_template(tokenizer)
     if template is not None:
         return ResponseForm.from_template(template)
     family = family_of(tokenizer)
     return None if family is None else family.form
+
+
+def answer_syntax(tokenizer: Any) -> AnswerSyntax:
+    """Return how a model writes its answers, for grammars of them; empty if it is not known.
+
+    A ``response_template`` in the tokenizer's files says how answers are read, and not how they are
+    written, so the syntax of such a model is not known.
+
+    Examples:
+        >>> from specjax.chat import answer_syntax
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> answer_syntax(tokenizer).calls is None
+        True
+        >>> tokenizer.chat_template = "<|im_start|> {{ tools }} <tool_call></tool_call>"
+        >>> answer_syntax(tokenizer).calls.trigger
+        '<tool_call>'
+    """
+    family = None if _own_template(tokenizer) is not None else family_of(tokenizer)
+    return AnswerSyntax() if family is None else family.syntax
+
+
+def _own_template(tokenizer: Any) -> Any:
+    """Return the ``response_template`` of a tokenizer's files; None if there is none."""
+    template = getattr(tokenizer, "response_template", None)
+    if template is None:  # an older transformers keeps what it does not know
+        template = getattr(tokenizer, "init_kwargs", {}).get("response_template")
+    return template

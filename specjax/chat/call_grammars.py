@@ -1,0 +1,180 @@
+"""Grammars of answers: calls of tools, text in which calls may come, and a thought before both."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.chat.call_syntax import CallSyntax, ThoughtSyntax
+from specjax.chat.tagged_arguments import any_tagged_arguments, tagged_arguments
+from specjax.errors import InputError
+from specjax.grammars import Grammar, JsonObject, JsonSchema
+from specjax.grammars.grammar import check_grammar
+from specjax.grammars.structure import Node, node_of_source, structure_source
+
+_SPACE: Node = {"regex": r"/[ \n]{0,4}/"}
+"""The white space that may follow a thought."""
+
+
+class ToolCalls(Grammar):
+    """An answer with calls of tools.
+
+    Args:
+        syntax: how the model writes calls.
+        tools: the tools that may be called: names, and the JSON schemas of their arguments; None:
+            any arguments.
+        thought: the thought that comes before; None: there is none.
+        required: whether the answer is calls alone. If not, it is text in which calls may come, and
+            a thought may stay open.
+        several: whether there may be more than one call.
+
+    Raises:
+        InputError: there are no tools, or the begin of a call may also be text, or a schema is not
+            supported.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax.chat import CallSyntax, ToolCalls
+        >>> syntax = CallSyntax(begin="CALL {name}", end=";", trigger="CALL", between=" ")
+        >>> generate = specjax.load("embedded")
+        >>> compiled = generate.grammar_compiler.compile(ToolCalls(syntax, {"f": None}))
+        >>> matcher = compiled.matcher(stop_token_ids=(0,))
+        >>> tokens = generate.tokenizer.encode("CALL f{}; CALL f{};", add_special_tokens=False)
+        >>> matcher.count_legal(tokens) == len(tokens)
+        True
+    """
+
+    def __init__(
+        self,
+        syntax: CallSyntax,
+        tools: Mapping[str, Mapping[str, Any] | None],
+        thought: ThoughtSyntax | None = None,
+        *,
+        required: bool = True,
+        several: bool = True,
+    ) -> None:
+        """Make the grammar."""
+        if not tools:
+            raise InputError("tools={}: give at least one tool")
+        if not required and not syntax.trigger:
+            raise InputError("syntax.trigger='': calls in text need one; give required=True")
+        bodies = {
+            name: _all(arguments_node(syntax, schema), _text(syntax.end))
+            for name, schema in tools.items()
+        }
+        several = several and syntax.between is not None
+        if required:
+            calls = _all(_text(syntax.first), _listed(syntax, bodies, several), _text(syntax.last))
+            node = _all(*_before_answer(thought), calls)
+        else:
+            free = _text_with_calls(syntax, bodies, several)
+            if thought is None:
+                node = free
+            elif thought.is_open:
+                node = _after(thought.end, free)
+            else:
+                node = _all({"repeat": _whole(thought), "min": 0, "max": 1}, free)
+        self._write(structure_source(node))
+
+
+class AfterThought(Grammar):
+    """A grammar of an answer that begins where a thought before it has ended.
+
+    Args:
+        thought: the thought; None: there is none.
+        grammar: the grammar of the content.
+        content: the text before the content.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax.chat import AfterThought, ThoughtSyntax
+        >>> thought = ThoughtSyntax("<think>", "</think>", is_open=True)
+        >>> grammar = AfterThought(thought, specjax.Choice(["yes", "no"]))
+        >>> generate = specjax.load("embedded")
+        >>> matcher = generate.grammar_compiler.compile(grammar).matcher(stop_token_ids=(0,))
+        >>> matcher.append(generate.tokenizer.encode("Hm.</think>yes", add_special_tokens=False))
+        >>> matcher.is_complete
+        True
+    """
+
+    def __init__(
+        self, thought: ThoughtSyntax | None, grammar: Grammar, *, content: str = ""
+    ) -> None:
+        """Make the grammar."""
+        check_grammar(grammar)
+        answer = _all(_text(content), node_of_source(grammar.source))
+        self._write(structure_source(_all(*_before_answer(thought), answer)))
+
+
+def arguments_node(syntax: CallSyntax, schema: Mapping[str, Any] | None) -> Node:
+    """Return the node of the arguments of a call, which are an object.
+
+    Args:
+        syntax: how the arguments are written.
+        schema: their JSON schema; None: any arguments.
+
+    Raises:
+        InputError: the schema is not supported.
+
+    Examples:
+        >>> from specjax.chat import CallSyntax
+        >>> from specjax.chat.call_grammars import arguments_node
+        >>> arguments_node(CallSyntax("", ""), {"type": "string"})
+        Traceback (most recent call last):
+        specjax.errors.InputError: schema.type='string': arguments are an object; give 'object'
+    """
+    if schema is not None and schema.get("type", "object") != "object":
+        raise InputError(f"schema.type={schema['type']!r}: arguments are an object; give 'object'")
+    if syntax.arguments == "xml":
+        return any_tagged_arguments() if schema is None else tagged_arguments(schema)
+    grammar = JsonObject() if schema is None else JsonSchema({"type": "object", **schema})
+    return node_of_source(grammar.source)
+
+
+def _before_answer(thought: ThoughtSyntax | None) -> list[Node]:
+    """Return the parts of a thought that ends before something else begins."""
+    if thought is None:
+        return []
+    space = [_SPACE] if thought.with_space else []
+    if thought.is_open:
+        return [{"free": {}}, _text(thought.end), *space]
+    return [{"repeat": _all(_whole(thought), *space), "min": 0, "max": 1}]
+
+
+def _whole(thought: ThoughtSyntax) -> Node:
+    return _all(_text(thought.begin), {"free": {}}, _text(thought.end))
+
+
+def _after(trigger: str, node: Node) -> Node:
+    """Return free text, and another node after a trigger, if it comes."""
+    tag = {"trigger": trigger, "begin": trigger, "content": node}
+    return {"free": {"tags": [tag], "is_once": True}}
+
+
+def _listed(syntax: CallSyntax, bodies: Mapping[str, Node], several: bool) -> Node:
+    """Return one call, or several with what is between them."""
+    call: Node = {"any": [_all(_text(syntax.before(name)), body) for name, body in bodies.items()]}
+    if not several:
+        return call
+    more = _all(_text(syntax.between or ""), call)
+    return _all(call, {"repeat": more, "min": 0, "max": None})
+
+
+def _text_with_calls(syntax: CallSyntax, bodies: Mapping[str, Node], several: bool) -> Node:
+    """Return free text in which calls may come."""
+    if syntax.first:
+        content = _all(_listed(syntax, bodies, several), _text(syntax.last))
+        begins = [(syntax.first, content)]
+    else:
+        begins = [(syntax.before(name), body) for name, body in bodies.items()]
+    tags = [
+        {"trigger": syntax.trigger, "begin": begin, "content": content} for begin, content in begins
+    ]
+    # A list has all the calls of an answer.
+    return {"free": {"tags": tags, "is_once": not several or bool(syntax.first)}}
+
+
+def _all(*nodes: Node) -> Node:
+    return {"all": list(nodes)}
+
+
+def _text(text: str) -> Node:
+    return {"text": text}
