@@ -1,4 +1,4 @@
-"""How a family writes its answers, for grammars of them.
+"""The syntax in which a family writes its answers, for grammars of them.
 
 A `specjax.chat.ResponseForm` says how answers are read, and accepts more than one way of writing. A
 grammar needs one way: the one that the family's chat template shows the model.
@@ -17,7 +17,7 @@ _TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a family writes calls of tools.
+    """The syntax in which a family writes calls of tools.
 
     Attributes:
         begin: the text before the arguments of a call, in which ``{name}`` is the tool's name.
@@ -73,7 +73,7 @@ class ThoughtSyntax:
 
 @dataclass(frozen=True)
 class AnswerSyntax:
-    """How a family writes an answer.
+    """The syntax in which a family writes an answer.
 
     Attributes:
         calls: how it writes calls of tools; None: it is not known, or it has none.

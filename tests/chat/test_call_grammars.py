@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from functools import cache
 from typing import Any
 
 import jsonschema
@@ -94,24 +95,22 @@ def walk(tokenizer: Any, matcher: Matcher, rng: random.Random, most: int = 600) 
     tokens: list[int] = []
     while len(tokens) < most:
         bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-        legal = np.flatnonzero(bits)
+        legal = [int(token) for token in np.flatnonzero(bits)]
         if 0 in legal and (len(legal) < 3 or rng.random() < 0.2):
             return tokenizer.decode(tokens, skip_special_tokens=False)
-        # The tags and the characters that end something are likelier than chance has it.
-        texts = {int(token): tokenizer.decode([int(token)]) for token in rng.choices(legal, k=12)}
-        ending = [
-            token for token in map(int, legal) if len(legal) > 40 and is_ending(tokenizer, token)
-        ]
-        pool = ending if ending and rng.random() < 0.3 else list(texts)
-        token = rng.choice([token for token in pool if token != 0] or [int(legal[-1])])
-        matcher.append([token])
-        tokens.append(token)
+        # What ends something is likelier than chance has it.
+        ends = [token for token in ending(tokenizer) if bits[token]] if len(legal) > 40 else []
+        pool = ends if ends and rng.random() < 0.3 else [token for token in legal if token != 0]
+        tokens.append(rng.choice(pool))
+        matcher.append(tokens[-1:])
     return None
 
 
-def is_ending(tokenizer: Any, token: int) -> bool:
-    text = tokenizer.decode([token])
-    return text in ('"', "}", "\n", "<", "</", "]") or text in TAGS
+@cache
+def ending(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that end a string, an object or a tag."""
+    texts = ('"', "}", "\n", "<", "</", "]", *TAGS)
+    return tuple(token for token in range(len(tokenizer)) if tokenizer.decode([token]) in texts)
 
 
 @pytest.mark.parametrize("family", WITH_CALLS, ids=lambda family: family.name)
