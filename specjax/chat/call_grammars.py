@@ -25,10 +25,13 @@ class ToolCalls(Grammar):
         required: whether the answer is calls alone. If not, it is text in which calls may come, and
             a thought may stay open.
         several: whether there may be more than one call.
+        instead: the grammar of content that may come instead of calls. Then the answer is either
+            calls or such content, whatever ``required`` says.
+        content: the text before content, see `AnswerSyntax`.
 
     Raises:
-        InputError: there are no tools, or the begin of a call may also be text, or a schema is not
-            supported.
+        InputError: there are no tools, or the begin of a call in text may also be text, or a schema
+            is not supported.
 
     Examples:
         >>> import specjax
@@ -50,29 +53,28 @@ class ToolCalls(Grammar):
         *,
         required: bool = True,
         several: bool = True,
+        instead: Grammar | None = None,
+        content: str = "",
     ) -> None:
         """Make the grammar."""
         if not tools:
             raise InputError("tools={}: give at least one tool")
-        if not required and not syntax.trigger:
+        is_text = not required and instead is None
+        if is_text and not syntax.trigger:
             raise InputError("syntax.trigger='': calls in text need one; give required=True")
         bodies = {
             name: _all(arguments_node(syntax, schema), _text(syntax.end))
             for name, schema in tools.items()
         }
         several = several and syntax.between is not None
-        if required:
-            calls = _all(_text(syntax.first), _listed(syntax, bodies, several), _text(syntax.last))
-            node = _all(*_before_answer(thought), calls)
-        else:
-            free = _text_with_calls(syntax, bodies, several)
-            if thought is None:
-                node = free
-            elif thought.is_open:
-                node = _after(thought.end, free)
-            else:
-                node = _all({"repeat": _whole(thought), "min": 0, "max": 1}, free)
-        self._write(structure_source(node))
+        if is_text:
+            answer = _text_with_calls(syntax, bodies, several)
+            self._write(structure_source(_perhaps_after(thought, answer)))
+            return
+        answer = _all(_text(syntax.first), _listed(syntax, bodies, several), _text(syntax.last))
+        if instead is not None:
+            answer = {"any": [answer, _content(instead, content)]}
+        self._write(structure_source(_all(*_before_answer(thought), answer)))
 
 
 class AfterThought(Grammar):
@@ -99,8 +101,7 @@ class AfterThought(Grammar):
         self, thought: ThoughtSyntax | None, grammar: Grammar, *, content: str = ""
     ) -> None:
         """Make the grammar."""
-        check_grammar(grammar)
-        answer = _all(_text(content), node_of_source(grammar.source))
+        answer = _content(grammar, content)
         self._write(structure_source(_all(*_before_answer(thought), answer)))
 
 
@@ -139,14 +140,24 @@ def _before_answer(thought: ThoughtSyntax | None) -> list[Node]:
     return [{"repeat": _all(_whole(thought), *space), "min": 0, "max": 1}]
 
 
+def _content(grammar: Grammar, begin: str) -> Node:
+    """Return content that a grammar describes, with the text before it."""
+    check_grammar(grammar)
+    return _all(_text(begin), node_of_source(grammar.source))
+
+
+def _perhaps_after(thought: ThoughtSyntax | None, answer: Node) -> Node:
+    """Return an answer after a thought, where the answer need not come."""
+    if thought is None:
+        return answer
+    if thought.is_open:
+        tag = {"trigger": thought.end, "begin": thought.end, "content": answer}
+        return {"free": {"tags": [tag], "is_once": True}}
+    return _all({"repeat": _whole(thought), "min": 0, "max": 1}, answer)
+
+
 def _whole(thought: ThoughtSyntax) -> Node:
     return _all(_text(thought.begin), {"free": {}}, _text(thought.end))
-
-
-def _after(trigger: str, node: Node) -> Node:
-    """Return free text, and another node after a trigger, if it comes."""
-    tag = {"trigger": trigger, "begin": trigger, "content": node}
-    return {"free": {"tags": [tag], "is_once": True}}
 
 
 def _listed(syntax: CallSyntax, bodies: Mapping[str, Node], several: bool) -> Node:

@@ -68,6 +68,7 @@ class AnswerParser:
         tools: Tools = (),
         with_calls: bool = True,
         whole_calls: bool = False,
+        content_is_last: bool = False,
     ) -> None:
         """Start before the first character of an answer.
 
@@ -81,11 +82,14 @@ class AnswerParser:
             whole_calls: True if a call is reported only when it is complete, its arguments in one
                 piece. Then nothing has to be taken back: a call that does not parse is content
                 and no more, and one that is cut is not reported at all.
+            content_is_last: True if all that follows the begin of the content is content, tags
+                included, as where a grammar describes the content.
 
         Raises:
             InputError: the installed transformers is too old to read the family's calls.
         """
         self._form, self._tools, self._whole_calls = form, tools, whole_calls
+        self._content_is_last = content_is_last
         self._regions = tuple(
             region
             for region in form.regions
@@ -106,7 +110,7 @@ class AnswerParser:
         self._queued: list[Event] = []
         self._call_count = 0
         self._slow_seconds = 0.0  # the processor time of slow searches
-        self._has_given_up = False  # the searches took too long: what follows is content
+        self._has_given_up = False  # what follows is content, without a search for tags
         self._is_finished = False
         self._read_prompt(form.after_anchor(prompt))
 
@@ -236,7 +240,13 @@ class AnswerParser:
                 if first is None or key < first[0]:
                     first = (key, region, is_open, match)
         self._spend(begin)
-        if first is not None and first[0][0] < hold:
+        is_certain = first is not None and first[0][0] < hold
+        if self._content_is_last and self._region is None:
+            before = first[0][0] if first is not None and is_certain else hold
+            if self._buffer[self._position : before].strip(_SPACE) and self._form.outside:
+                self._give_up(events)
+                return False
+        if first is not None and is_certain:
             return self._pass(*first[1:], events)
         end = len(self._buffer) if is_last else hold
         if end > self._position:
@@ -272,6 +282,9 @@ class AnswerParser:
                 self._body = RegionBody(captures)
             else:
                 self._writer.open(region.kind, events)
+                if self._content_is_last and region.kind is RegionKind.CONTENT:
+                    self._region = None
+                    self._give_up(events)
         elif self._region is None:
             self._is_rescuing = False  # a tag that closes the text outside is dropped
         elif self._body is not None:

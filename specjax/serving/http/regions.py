@@ -55,6 +55,8 @@ class AnswerRegions:
         with_calls: whether the text may have calls. If not, what looks like one is content.
         whole_calls: whether a call is reported when it is complete, and not while it grows. So a
             call that turns out to be none leaves nothing behind in a stream.
+        content_is_last: whether all that follows the begin of the content is content, as where a
+            grammar describes the content.
         with_reasoning: whether the reasoning is reported. If not, it is dropped.
         id_length: the number of letters and digits of a call's id, behind ``call_``; negative: of
             an id without that.
@@ -77,6 +79,7 @@ class AnswerRegions:
     tools: Tools = ()
     with_calls: bool = False
     whole_calls: bool = True
+    content_is_last: bool = False
     with_reasoning: bool = True
     id_length: int = 24
     calls: list[IdentifiedCall] = field(default_factory=list, init=False)
@@ -88,7 +91,12 @@ class AnswerRegions:
         self._parser: AnswerParser | None = None
         if self.form is not None:
             self._parser = AnswerParser(
-                self.form, self.prompt, self.tools, self.with_calls, self.whole_calls
+                self.form,
+                self.prompt,
+                self.tools,
+                self.with_calls,
+                self.whole_calls,
+                self.content_is_last,
             )
         self._is_open = False  # content is open, of a model whose form is unknown
         self._pieces: dict[RegionKind, list[str]] = {kind: [] for kind in RegionKind}

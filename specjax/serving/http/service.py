@@ -7,22 +7,23 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from specjax.chat import ResponseForm, prompt_text, response_form, tag_tokens
+from specjax.chat import AnswerSyntax, answer_syntax, prompt_text, response_form, tag_tokens
 from specjax.errors import InputError
 from specjax.fill_in_the_middle import encode_gap, gap_end_ids
-from specjax.grammars import CheckerBusyError, CompiledGrammar, Grammar, GrammarChecker
-from specjax.grammars.checker import CONCURRENT
+from specjax.grammars import CompiledGrammar, GrammarChecker
 from specjax.sampling import SAMPLING_NAMES
 from specjax.serving.engine import Engine
 from specjax.serving.handle import Handle, TextCancelledError
 from specjax.serving.http import requests
+from specjax.serving.http.answer_grammars import AnswerGrammars
 from specjax.serving.http.drafts import Drafts
 from specjax.serving.http.errors import RequestError, invalid
+from specjax.serving.http.grammar_jobs import GrammarJobs
 from specjax.serving.http.metrics import Metrics
 from specjax.serving.http.regions import AnswerRegions
 from specjax.serving.http.requests import Limits, TextRequest
@@ -42,13 +43,6 @@ IGNORED_HEADER = "X-Specjax-Ignored"
 
 MAX_NAMES_LOGGED = 256
 """The number of unknown parameters that are logged, each once. Clients may invent any number."""
-
-_CHECKING_THREADS = 32
-"""The number of grammars that are compiled or wait. It is more than the checker takes.
-
-Each has a thread. Grammars that are compiled already need none, and all requests that wait for one
-grammar share one.
-"""
 
 _LOG = logging.getLogger(__name__)
 
@@ -111,7 +105,8 @@ class Service:
         form: how the model writes the answers of chats; None: it is unknown.
         drafts: the clients that draft; None: the engine accepts no drafts of clients.
         metrics: the metrics for Prometheus.
-        grammar_checker: the checker of requests' grammars; None: they are compiled at once.
+        grammar_jobs: the grammars that are being compiled.
+        answer_grammars: the grammars of requests.
         stored_responses: the stored responses of ``/v1/responses``.
         created: when the service was made, in seconds since 1970.
         is_draining: whether new requests are refused, because the server shuts down.
@@ -120,8 +115,13 @@ class Service:
     def __init__(
         self, engine: Engine, options: AppOptions, grammar_checker: GrammarChecker | None = None
     ) -> None:
-        self.engine, self.options, self.grammar_checker = engine, options, grammar_checker
+        self.engine, self.options = engine, options
         config, tokenizer = engine.target.config, engine.tokenizer
+        syntax = answer_syntax(tokenizer) if tokenizer.chat_template else AnswerSyntax()
+        self.grammar_jobs = GrammarJobs(engine, grammar_checker)
+        self.answer_grammars = AnswerGrammars(
+            self.grammar_jobs, syntax, tokenizer.chat_template, has_grammars=engine.has_grammars
+        )
         self.limits = Limits(
             names=options.names,
             vocab_size=config.vocab_size,
@@ -132,7 +132,7 @@ class Service:
             has_grammars=engine.has_grammars,
             has_penalties=engine.has_penalties,
             takes_tools=takes_tools(tokenizer),
-            can_require_calls=False,
+            can_require_calls=self.answer_grammars.can_require_calls,
             template_names=names_read(tokenizer),
             thinking_switch=thinking_switch(tokenizer),
             has_thoughts=engine.has_thoughts,
@@ -149,7 +149,7 @@ class Service:
                 engine,
                 options.client_sessions,
                 options.trusted_proxies,
-                self._compile_for_client,
+                self.grammar_jobs.compile_for_client,
                 share_prefixes=options.share_prefixes,
             )
         self.metrics = Metrics(engine, options.names[0], self.drafts and self.drafts.statistics)
@@ -158,99 +158,12 @@ class Service:
         self.created = int(time.time())
         self._submissions: set[Submission] = set()
         self._threads = ThreadPoolExecutor(2, "specjax-requests")
-        # Grammars that take long to compile do not keep other requests from being tokenized. The
-        # checker bounds how many are compiled at a time, and how many wait.
-        self._grammar_threads = ThreadPoolExecutor(_CHECKING_THREADS, "specjax-grammars")
-        self._grammar_jobs: dict[Grammar, Future[CompiledGrammar]] = {}
-        self._grammar_lock = threading.Lock()
-        # One that was checked before is compiled here at once, which takes as much as the check.
-        self._grammar_slots = threading.Semaphore(CONCURRENT)
         self._logged_names: set[str] = set()
         self._places_lock = threading.Lock()
 
     async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Call ``work`` in one of two threads, because tokenizing a long text takes seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
-
-    async def compile_grammar(self, request: TextRequest) -> CompiledGrammar | None:
-        """Compile the grammar of a request, if it has one.
-
-        Raises:
-            RequestError: the grammar is wrong, or has a part that is not supported.
-        """
-        grammar, name = request.params.grammar, request.grammar_name
-        if grammar is None:
-            return None
-        try:
-            return await asyncio.wrap_future(self._compiled(grammar))
-        except CheckerBusyError as error:
-            message, headers = f"{name}: {error}", {"Retry-After": "1"}
-            raise RequestError(429, message, code="queue_full", headers=headers) from None
-        except InputError as error:
-            message = str(error).removeprefix(f"grammar={grammar!r}: ")
-            raise invalid(name, f"{name}: {message}") from None
-
-    def _compiled(self, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Return the future in which a grammar is compiled, the same for all that wait for it.
-
-        Its errors are an InputError if the grammar is wrong or exceeds a bound, and a
-        CheckerBusyError if too many grammars wait.
-        """
-        with self._grammar_lock:
-            if (running := self._grammar_jobs.get(grammar)) is not None:
-                return running
-            future: Future[CompiledGrammar] = Future()
-            future.set_running_or_notify_cancel()  # nobody can cancel it for the others
-            if (compiled := self.engine.compiled_grammar(grammar)) is not None:
-                future.set_result(compiled)
-                return future
-            if len(self._grammar_jobs) >= _CHECKING_THREADS:
-                busy = f"{len(self._grammar_jobs)} grammars are being compiled; try again later"
-                future.set_exception(CheckerBusyError(busy))
-                return future
-            self._grammar_jobs[grammar] = future
-        try:
-            self._grammar_threads.submit(self._compile, grammar, future)
-        except RuntimeError as error:  # there is no thread for it
-            with self._grammar_lock:
-                del self._grammar_jobs[grammar]
-            future.set_exception(error)
-        return future
-
-    def _compile(self, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:
-        """Check and compile a grammar. It blocks its thread."""
-        compiled, refusal = None, None
-        try:
-            checker = self.grammar_checker
-            megabytes = 0.0 if checker is None else checker.check(grammar)
-            with self._grammar_slots:
-                compiled = self.engine.compile_grammar(grammar, megabytes=megabytes)
-        except BaseException as error:
-            refusal = error
-        with self._grammar_lock:
-            del self._grammar_jobs[grammar]
-        if compiled is not None:
-            future.set_result(compiled)
-        else:
-            future.set_exception(refusal)
-
-    def _compile_for_client(
-        self, grammar: Grammar, go_on: Callable[[CompiledGrammar | InputError], None]
-    ) -> None:
-        """Compile a grammar as `specjax.serving.sessions.CompileGrammar` describes."""
-
-        def pass_on(future: "Future[CompiledGrammar]") -> None:
-            try:
-                go_on(future.result())
-            except CheckerBusyError as busy:
-                go_on(QueueFullError(f"grammar: {busy}"))
-            except InputError as refusal:
-                go_on(refusal)
-            except Exception:
-                _LOG.exception("a client's grammar failed; the others continue")
-                go_on(InputError("grammar: it failed in the server; see its log"))
-
-        self._compiled(grammar).add_done_callback(pass_on)
 
     def ignored_header(self, names: Sequence[str]) -> dict[str, str]:
         """Return the header that names the unknown parameters of a request, and log new ones."""
@@ -296,28 +209,25 @@ class Service:
         submission.cancel()
         self._submissions.discard(submission)
 
-    def submit(
-        self,
-        request: TextRequest,
-        submission: "Submission",
-        owner: str,
-        grammar: CompiledGrammar | None = None,
-    ) -> list[list[int]]:
-        """Submit all texts of a request to the engine, and return the token ids of its prompts.
+    def prepare(
+        self, request: TextRequest, submission: "Submission"
+    ) -> tuple[list[list[int]], list[AnswerRegions]]:
+        """Reserve places for all texts of a request, and read its prompts.
 
         It takes milliseconds or more, and must run in a thread.
 
         Args:
             request: the request.
-            submission: gets the handles of the texts.
-            owner: the hash of the request's API key; empty: the server has no keys.
-            grammar: the result of `compile_grammar`.
+            submission: the texts of the request.
+
+        Returns:
+            The token ids of the prompts, and the regions of each text, before its first token.
 
         Raises:
             RequestError: The request is invalid, or there is no room for all of its texts.
             TextCancelledError: The client has disconnected.
         """
-        name, count = "messages" if request.is_chat else "prompt", request.n * len(request.prompts)
+        name, count = _prompt_name(request), request.n * len(request.prompts)
         if count > self.options.max_texts:
             message = (
                 f"n={request.n}: it makes {count} texts; this server accepts at most"
@@ -339,6 +249,48 @@ class Service:
                     request.tools,
                 )
             )
+        return prompts, self.regions(request, prompts)
+
+    async def compile_grammar(
+        self, request: TextRequest, regions: Sequence[AnswerRegions]
+    ) -> CompiledGrammar | None:
+        """Compile the grammar of a request: its own, or that of its calls of tools.
+
+        Args:
+            request: the request.
+            regions: the regions of its texts.
+
+        Raises:
+            RequestError: the grammar is wrong, or has a part that is not supported.
+        """
+        form = self.form if request.is_chat else None
+        begin = "" if form is None else form.after_anchor(regions[0].prompt)
+        return await self.answer_grammars.compile(request, begin)
+
+    def submit(
+        self,
+        request: TextRequest,
+        submission: "Submission",
+        owner: str,
+        prompts: Sequence[list[int]],
+        compiled: CompiledGrammar | None = None,
+    ) -> None:
+        """Submit all texts of a request to the engine.
+
+        It takes milliseconds or more, and must run in a thread.
+
+        Args:
+            request: the request.
+            submission: gets the handles of the texts.
+            owner: the hash of the request's API key; empty: the server has no keys.
+            prompts: the token ids of its prompts.
+            compiled: the result of `compile_grammar`.
+
+        Raises:
+            RequestError: The request is invalid.
+            TextCancelledError: The client has disconnected.
+        """
+        name = _prompt_name(request)
         max_new_tokens = [self._max_new_tokens(request, len(tokens), name) for tokens in prompts]
         _check_logprobs(request, prompts, max_new_tokens)
         prediction = request.prediction and request.prediction[: self._max_characters]
@@ -358,7 +310,7 @@ class Service:
             "is_chat": request.is_chat,
             "special_texts": self._special_texts(request),
             "with_stop": request.include_stop,
-            "compiled_grammar": grammar,
+            "compiled_grammar": compiled,
         }
         for tokens, count in zip(prompts, max_new_tokens, strict=True):
             seed = secrets.randbits(63) if request.seed is None else request.seed
@@ -368,10 +320,10 @@ class Service:
                     max_new_tokens=count,
                     seed=seed,
                     eos_token_ids=self._stop_token_ids(request),
+                    grammar=None if compiled is None else compiled.grammar,
                 )
                 for choice in range(request.n):
                     submission.add(self.engine.submit(tokens, params, choice=choice, **options))
-        return prompts
 
     def regions(
         self, request: TextRequest, prompts: Sequence[Sequence[int]]
@@ -384,7 +336,7 @@ class Service:
             request: the request.
             prompts: the token ids of its prompts.
         """
-        form = self._form_of(request)
+        form = self.form if request.is_chat else None
         has_begun = form is not None and request.chat_end != "messages"
         begins = [prompt_text(self.engine.tokenizer, it) if has_begun else "" for it in prompts]
         return [
@@ -393,19 +345,13 @@ class Service:
                 begin,
                 request.tools,
                 with_calls=request.tool_choice.mode != "none",
+                whole_calls=not self.answer_grammars.has_calls(request),
+                content_is_last=request.params.grammar is not None,
                 with_reasoning=request.include_reasoning,
             )
             for begin in begins
             for _ in range(request.n)
         ]
-
-    def _form_of(self, request: TextRequest) -> ResponseForm | None:
-        """Return the form in which an answer is read; None: all of its text is content.
-
-        A grammar holds from the first token on, also where the prompt has begun a thought. So the
-        text that it allows is content, and not reasoning.
-        """
-        return self.form if request.is_chat and request.params.grammar is None else None
 
     def _special_texts(self, request: TextRequest) -> dict[int, str] | None:
         """Return the special tokens that are text in the answer to a request; None: there are none.
@@ -414,7 +360,7 @@ class Service:
         the request wants so. The stop token at the end of a text is left out, unless the request
         wants what it stops at.
         """
-        tags = None if self._form_of(request) is None else self._tags
+        tags = self._tags if request.is_chat else None
         if request.skip_special_tokens:
             return tags
         stated = self._stop_token_ids(request)
@@ -530,6 +476,11 @@ class Service:
             )
             raise invalid("min_tokens", message)
         return count
+
+
+def _prompt_name(request: TextRequest) -> str:
+    """Return the parameter that has the prompts of a request."""
+    return "messages" if request.is_chat else "prompt"
 
 
 def _characters(prompt: Any) -> int:

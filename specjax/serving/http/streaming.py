@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from specjax.grammars import CompiledGrammar
 from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError
 from specjax.serving.http import responses
 from specjax.serving.http.errors import RequestError
@@ -20,7 +19,7 @@ from specjax.serving.http.responses import (
     engine_status,
     json_response,
 )
-from specjax.serving.http.service import Service, Submission
+from specjax.serving.http.service import Service
 
 
 class InterfaceWriter(Protocol):
@@ -150,12 +149,12 @@ class GenerationResponse:
         service, request = self._service, self._request
         submission = service.begin()
         try:
-            grammar = await service.compile_grammar(request)
-            # Cancelling this task does not stop the thread. Texts that it submits later are
+            # Cancelling this task does not stop the threads. Texts that they submit later are
             # cancelled by the submission, which has ended by then.
-            prompts, regions = await service.in_thread(
-                self._submit, submission, scope["specjax.owner"], grammar
-            )
+            prompts, regions = await service.in_thread(service.prepare, request, submission)
+            compiled = await service.compile_grammar(request, regions)
+            owner = scope["specjax.owner"]
+            await service.in_thread(service.submit, request, submission, owner, prompts, compiled)
             handles = submission.handles
             record = record_of(scope)
             record.model, record.handles = request.model, handles
@@ -177,13 +176,6 @@ class GenerationResponse:
                 await response(scope, receive, send)
         finally:
             service.end(submission)
-
-    def _submit(
-        self, submission: Submission, owner: str, grammar: CompiledGrammar | None
-    ) -> tuple[list[list[int]], list[AnswerRegions]]:
-        """Submit the texts, and return the prompts, and the regions of each text."""
-        prompts = self._service.submit(self._request, submission, owner, grammar)
-        return prompts, self._service.regions(self._request, prompts)
 
     def _chunk_writer(
         self,

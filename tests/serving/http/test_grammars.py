@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Awaitable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import openai
@@ -19,9 +20,10 @@ from specjax.errors import InputError
 from specjax.grammars import Choice, JsonObject, JsonSchema, Lark, Regex, StructuralTag
 from specjax.grammars.checker import CONCURRENT
 from specjax.serving.http.errors import RequestError
+from specjax.serving.http.grammar_jobs import MAX_JOBS
 from specjax.serving.http.grammars import PARAMETERS
 from specjax.serving.http.requests import Limits
-from specjax.serving.http.service import _CHECKING_THREADS, AppOptions, Service
+from specjax.serving.http.service import AppOptions, Service
 from tests.serving.http.conftest import KEY, Server
 from tests.serving.http.made_up import MadeUpEngine, serving
 from tests.serving.http.test_requests import LIMITS, both, read, refusal
@@ -369,12 +371,12 @@ class Compiling(MadeUpEngine):
         assert self.may_go_on.wait(20)
         if grammar == Regex("wrong"):
             raise InputError(f"grammar={grammar!r}: no")
-        return object()
+        return SimpleNamespace(grammar=grammar)
 
 
 def asking(service: Service, stated: dict[str, Any]) -> Awaitable[Any]:
     """Return what waits for the grammar of a request."""
-    return service.compile_grammar(read("completion", **stated))
+    return service.compile_grammar(read("completion", **stated), [])
 
 
 def test_requests_that_wait_for_one_grammar_take_one_thread_and_compile_it_once() -> None:
@@ -392,7 +394,7 @@ def test_requests_that_wait_for_one_grammar_take_one_thread_and_compile_it_once(
         while len(engine.begun) < 2:
             await asyncio.sleep(0.001)
         slow.pop().cancel()  # its client has gone, and the others still wait
-        assert len(service._grammar_jobs) == 2
+        assert len(service.grammar_jobs._running) == 2
         engine.may_go_on.set()
         return await asyncio.gather(*slow, *wrong, return_exceptions=True)
 
@@ -401,7 +403,7 @@ def test_requests_that_wait_for_one_grammar_take_one_thread_and_compile_it_once(
     for error in (first, second):
         assert isinstance(error, RequestError) and error.message == "guided_regex: no"
     assert sorted(engine.begun, key=str) == [Regex("a"), Regex("wrong")]
-    assert not service._grammar_jobs
+    assert not service.grammar_jobs._running
 
 
 def test_too_many_grammars_that_wait_are_refused_and_known_ones_are_not() -> None:
@@ -412,7 +414,7 @@ def test_too_many_grammars_that_wait_are_refused_and_known_ones_are_not() -> Non
     async def ask() -> None:
         waiting = [
             asyncio.ensure_future(asking(service, {"guided_regex": "a" * (count + 1)}))
-            for count in range(_CHECKING_THREADS)
+            for count in range(MAX_JOBS)
         ]
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="32 grammars are being compiled") as refused:
@@ -432,11 +434,11 @@ def test_a_grammar_for_which_there_is_no_thread_leaves_nothing_behind(monkeypatc
     def submit(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(service._grammar_threads, "submit", submit)
+    monkeypatch.setattr(service.grammar_jobs._threads, "submit", submit)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="new thread"):
             asyncio.run(asyncio.wait_for(asking(service, {"guided_regex": "a"}), 30))
-    assert not service._grammar_jobs
+    assert not service.grammar_jobs._running
 
 
 def test_a_compiled_grammar_stays_with_its_request() -> None:

@@ -190,13 +190,22 @@ def test_without_tools_a_call_is_content_and_reasoning_may_be_left_out() -> None
     assert whole == streamed == {"content": "It is late.", "reasoning": "", "tool_calls": []}
 
 
-def test_a_text_with_a_grammar_is_content() -> None:
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('Hm.</think>\n\n{"a": "<think>b</think>"}', ('{"a": "<think>b</think>"}', "Hm.")),
+        ("Hm.</think><tool_call>", ("<tool_call>", "Hm.")),
+        ("Hm.", ("", "Hm.")),
+    ],
+)
+def test_the_content_that_a_grammar_describes_has_no_tags(text: str, expected) -> None:
     service = chat_service("")
-    request = read(service.limits, tools=[WEATHER])
-    for grammar, expected in ((None, ("", "a")), (specjax.Regex("a"), ("a", ""))):
-        with_grammar = replace(request, params=replace(request.params, grammar=grammar))
-        prompt = service.engine.tokenizer.encode("<|im_start|>assistant\n<think>\n")
-        (regions,) = service.regions(with_grammar, [prompt])
-        regions.push("a")
+    request = read(service.limits)
+    request = replace(request, params=replace(request.params, grammar=specjax.Regex(".*")))
+    prompt = service.engine.tokenizer.encode("<|im_start|>assistant\n<think>\n")
+    for cut in range(len(text) + 1):
+        (regions,) = service.regions(request, [prompt])
+        regions.push(text[:cut])
+        regions.push(text[cut:])
         regions.finish("stop")
         assert (regions.content, regions.reasoning) == expected
