@@ -4,6 +4,7 @@ import json
 import random
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -28,6 +29,7 @@ from tests.chat.chats import ANSWERS, PUBLISHED, Published
 from tests.chat.published_templates import template
 
 WITH_CALLS = [family for family in families() if family.syntax.calls is not None]
+ROOT = Path(__file__).parents[2]
 _BAR = "\N{FULLWIDTH VERTICAL LINE}"
 _LIST, _LIST_END = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"
 TAGS = (
@@ -305,3 +307,25 @@ def test_arguments_in_tags(text: str, is_legal: bool, tokenizer, compiler) -> No
     whole = f"<tool_call>\n<function=f>\n{text}"
     grammar = ToolCalls(TAGGED, {"f": schema})
     assert legal_count(compiler, tokenizer, grammar, whole)[0] is is_legal
+
+
+def test_the_table_of_the_documentation_says_what_the_data_say() -> None:
+    page = (ROOT / "docs" / "concepts" / "chat-answers.md").read_text()
+    _, _, table = page.partition(
+        "| File | Calls in text | Required calls | Several calls |\n|---|---|---|---|\n"
+    )
+    stated = {}
+    for line in table.partition("\n\n")[0].splitlines():
+        names, in_text, required, several = (cell.strip() for cell in line.strip("|").split("|"))
+        for name in re.findall(r"`(\w+)`", names):
+            stated[name] = (in_text == "yes", required == "yes", several.startswith("yes"))
+    written = {}
+    for family in families():
+        calls = family.syntax.calls
+        if family.name != "thoughts":
+            written[family.name] = (
+                (bool(calls.trigger), True, calls.between is not None)
+                if calls is not None
+                else (False, False, False)
+            )
+    assert stated == written
