@@ -319,13 +319,13 @@ def test_the_table_of_the_documentation_says_what_the_data_say() -> None:
         names, in_text, required, several = (cell.strip() for cell in line.strip("|").split("|"))
         for name in re.findall(r"`(\w+)`", names):
             stated[name] = (in_text == "yes", required == "yes", several.startswith("yes"))
-    written = {}
+    recorded = {}
     for family in families():
         calls = family.syntax.calls
         if family.name != "thoughts":
-            written[family.name] = (
+            recorded[family.name] = (
                 (bool(calls.trigger), True, calls.between is not None)
                 if calls is not None
                 else (False, False, False)
             )
-    assert stated == written
+    assert stated == recorded

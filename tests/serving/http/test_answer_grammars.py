@@ -1,4 +1,4 @@
-"""Which grammar a request gets: its own, behind the thought, or that of its calls of tools."""
+"""The grammar that a request gets: its own, behind the thought, or that of its calls of tools."""
 
 import asyncio
 from typing import Any

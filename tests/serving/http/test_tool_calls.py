@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def client_of(name: str = "qwen3", **options: Any) -> Iterator[openai.OpenAI]:
     """Yield a client of a server of the embedded model with a published template."""
     generate = specjax.load("embedded")
     generate.tokenizer.chat_template = template(name)
-    sizes: dict[str, Any] = {"rows": 4, "capacity": 1024, "page": 64, "max_logprobs": 1}
+    sizes: dict[str, Any] = {"rows": 8, "capacity": 1024, "page": 64, "max_logprobs": 1}
     with (
         Engine(
             generate.target,
@@ -72,12 +72,12 @@ def client_of(name: str = "qwen3", **options: Any) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    with client_of() as made:
-        yield made
+    with client_of() as opened:
+        yield opened
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
-    body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 300} | fields
+    body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 160} | fields
     return client.chat.completions.create(**body)
 
 
@@ -128,7 +128,7 @@ def check_calls(parts: dict[str, Any], least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Wish:
-    """What one request wants: which tool must be called, and how tokens are drawn."""
+    """The wish of one request: which tool must be called, and how tokens are drawn."""
 
     name: str
     is_parallel: bool
@@ -156,8 +156,9 @@ def by_chat(client: openai.OpenAI, wish: Wish, stream: bool) -> Called:
     parts = whole_of(list(answer)) if stream else parts_of(answer)
     assert not parts["content"] and not parts["reasoning"]
     assert parts["finish_reason"] in ("tool_calls", "length")
-    calls = tuple((call["name"], call["arguments"]) for call in parts["calls"])
-    return Called(calls, parts["finish_reason"] == "tool_calls")
+    is_whole = parts["finish_reason"] == "tool_calls"
+    calls = [(call["name"], call["arguments"]) for call in parts["calls"]]
+    return Called(without_cut(calls, is_whole), is_whole)
 
 
 def by_responses(client: openai.OpenAI, wish: Wish, stream: bool) -> Called:
@@ -168,7 +169,7 @@ def by_responses(client: openai.OpenAI, wish: Wish, stream: bool) -> Called:
         tools=[{"type": "function", **tool["function"], "strict": False} for tool in TOOLS],
         tool_choice=choice,
         parallel_tool_calls=wish.is_parallel,
-        max_output_tokens=300,
+        max_output_tokens=160,
         temperature=wish.temperature,
         stream=stream,
         extra_body={"seed": wish.seed, **NO_THOUGHT},
@@ -199,7 +200,7 @@ def by_messages(client: anthropic.Anthropic, wish: Wish, stream: bool) -> Called
     choice: Any = {"type": "tool", "name": wish.name} if wish.name else {"type": "any"}
     options: dict[str, Any] = {
         "model": "tiny",
-        "max_tokens": 300,
+        "max_tokens": 160,
         "messages": MESSAGES,
         "tools": [
             {"name": name, "description": "x", "input_schema": schema}
@@ -229,19 +230,20 @@ def by_messages(client: anthropic.Anthropic, wish: Wish, stream: bool) -> Called
             arguments[event.index] += event.delta.partial_json
         elif event.type == "message_delta":
             reason = event.delta.stop_reason
-    complete = [(name, arguments[index]) for index, name in names.items()]
-    if reason != "tool_use" and not is_json(complete[-1][1]):
-        complete.pop()  # a limit has cut it
+    is_whole = reason == "tool_use"
+    complete = without_cut([(name, arguments[index]) for index, name in names.items()], is_whole)
     calls = tuple((name, json.dumps(json.loads(text))) for name, text in complete)
-    return Called(calls, reason == "tool_use")
+    return Called(calls, is_whole)
 
 
-def is_json(text: str) -> bool:
+def without_cut(calls: Sequence[tuple[str, str]], is_whole: bool) -> tuple[tuple[str, str], ...]:
+    """Return streamed calls without the last one if a limit has cut it within its JSON."""
     try:
-        json.loads(text)
+        json.loads(calls[-1][1] if calls else "{}")
     except ValueError:
-        return False
-    return True
+        assert not is_whole
+        return tuple(calls[:-1])
+    return tuple(calls)
 
 
 def without_store(value: Any) -> Any:
@@ -253,9 +255,9 @@ def without_store(value: Any) -> Any:
 
 def stream_and_check(url: str, count: int) -> None:
     """Stream ``count`` answers that have to be calls, and compare some with the whole ones."""
-    spoken: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
-    written: Any = anthropic.Anthropic(base_url=url, api_key="x", max_retries=0)
-    interfaces = [(by_chat, spoken), (by_responses, spoken), (by_messages, written)]
+    by_openai: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+    by_anthropic: Any = anthropic.Anthropic(base_url=url, api_key="x", max_retries=0)
+    interfaces = [(by_chat, by_openai), (by_responses, by_openai), (by_messages, by_anthropic)]
 
     def check(number: int) -> bool:
         rng = random.Random(number)
@@ -263,7 +265,7 @@ def stream_and_check(url: str, count: int) -> None:
             rng.choice(["", "run-code.v2"]),
             rng.random() < 0.5,
             rng.randrange(2**31),
-            rng.choice([0.7, 1.0]),
+            rng.choice([0.5, 0.8]),
         )
         called, client = interfaces[number % 3]
         streamed = called(client, wish, stream=True)
@@ -277,10 +279,10 @@ def stream_and_check(url: str, count: int) -> None:
             assert not wish.name or streamed.calls[0][0] == wish.name
         return streamed.is_whole
 
-    with ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor(8) as threads:
         whole = sum(threads.map(check, range(count)))
     print(f"{whole} of {count} texts ended with a call, {count - whole} at the limit")
-    assert whole > 0.8 * count
+    assert whole > 0.6 * count
 
 
 def test_a_thousand_calls_are_streamed(client: openai.OpenAI) -> None:
@@ -365,11 +367,12 @@ def test_a_schema_that_is_not_supported_is_any_object_where_nothing_is_strict(
 
 
 def test_a_format_of_the_answer_leaves_calls_possible(client: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}}
+    number = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema: dict[str, Any] = {"type": "object", "properties": {"n": number}}
     schema |= {"required": ["n"], "additionalProperties": False}
     fields: dict[str, Any] = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
-        "temperature": 1.0,
+        "parallel_tool_calls": False,
         "extra_body": NO_THOUGHT,
     }
     reasons = set()
