@@ -142,7 +142,9 @@ def read_messages(body: bytes, limits: Limits, *, is_count: bool = False) -> Tex
         raise invalid(
             "tool_choice", f"tool_choice={shown(fields.tool_choice)}: there are no tools to call"
         )
-    request = read_as_chat(chat, limits, _NAMES)
+    # A shared parameter has its name from the client.
+    names = {name: _NAMES[name] for name in _NAMES if name not in shared}
+    request = read_as_chat(chat, limits, names)
     return replace(request, ignored=(*unknown, *left_out, *request.ignored))
 
 
