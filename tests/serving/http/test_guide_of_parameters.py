@@ -81,10 +81,10 @@ def shared_by(kind: str) -> Callable[[str], set[str]]:
     """Return a function that reads the parameters of completions or of chats from the page."""
 
     def read(page: str) -> set[str]:
-        others = {"completions": "chats:", "chats": "completions:"}[kind]
+        opposite = {"completions": "chats:", "chats": "completions:"}[kind]
         rows = rows_under(page, "## Request parameters")
         return once(
-            [name for names, meaning in rows if not meaning.startswith(others) for name in names]
+            [name for names, meaning in rows if not meaning.startswith(opposite) for name in names]
         )
 
     return read
