@@ -58,6 +58,8 @@ class AnswerRegions:
         content_is_last: whether all that follows the begin of the content is content, as where a
             grammar describes the content.
         with_reasoning: whether the reasoning is reported. If not, it is dropped.
+        with_content: whether content is reported. Where calls are required there is none, but a
+            limit may cut the tag of a call, which then looks like content.
         id_length: the number of letters and digits of a call's id, behind ``call_``; negative: of
             an id without that.
         calls: the complete calls so far.
@@ -81,6 +83,7 @@ class AnswerRegions:
     whole_calls: bool = True
     content_is_last: bool = False
     with_reasoning: bool = True
+    with_content: bool = True
     id_length: int = 24
     calls: list[IdentifiedCall] = field(default_factory=list, init=False)
     call_ids: list[str] = field(default_factory=list, init=False)
@@ -145,6 +148,8 @@ class AnswerRegions:
         """Add events to the whole answer, and return those that are reported."""
         if not self.with_reasoning:
             events = [event for event in events if event.kind is not RegionKind.REASONING]
+        if not self.with_content:
+            events = [event for event in events if event.kind is not RegionKind.CONTENT]
         for event in events:
             if event.kind is RegionKind.TOOL_CALL:
                 self._take_call(event)

@@ -348,6 +348,7 @@ class Service:
                 whole_calls=not self.answer_grammars.has_calls(request),
                 content_is_last=request.params.grammar is not None,
                 with_reasoning=request.include_reasoning,
+                with_content=request.tool_choice.mode != "required",
             )
             for begin in begins
             for _ in range(request.n)

@@ -26,7 +26,7 @@ OTHER_KEY = CALL.replace('"city"', '"town"')
 
 @pytest.fixture(scope="module")
 def service() -> Service:
-    engine = chat_engine("")
+    engine: Any = chat_engine("")
     compiler = GrammarCompiler(engine.tokenizer, len(engine.tokenizer))
     engine.has_grammars = True
     engine.compiled_grammar = compiler.compiled
@@ -92,6 +92,17 @@ def test_the_texts_that_a_request_allows(service, fields, begin, legal, not_lega
     assert [text for text in not_legal if is_legal(service, grammar, text)] == []
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_the_begin_of_a_call_that_a_limit_cuts_is_no_content(service: Service, choice: Any) -> None:
+    request = read(service.limits, tools=[WEATHER], tool_choice=choice)
+    prompt = service.engine.tokenizer.encode(ANSWERING)
+    for end in range(len(CALL)):
+        (regions,) = service.regions(request, [prompt])
+        regions.push(f"{CALL}\n{CALL[:end]}")
+        regions.finish("length")
+        assert not regions.content and len(regions.calls) >= 1
+
+
 def test_a_request_without_tools_and_without_a_format_has_no_grammar(service) -> None:
     assert compiled(service, read(service.limits), THINKING) is None
     request = read(service.limits, tools=[WEATHER], tool_choice="none")
@@ -121,7 +132,7 @@ def test_a_format_that_is_not_supported_beside_tools_is_named(service) -> None:
 
 
 def test_a_model_whose_calls_have_no_grammar_cannot_be_made_to_call() -> None:
-    engine = chat_engine("")
+    engine: Any = chat_engine("")
     engine.tokenizer.response_template = {
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {"content": {}},
