@@ -38,6 +38,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
 from specjax.serving.http import messages_requests, requests, responses_requests, translation
 from specjax.serving.http.metrics import Metrics
+from specjax.serving.http.model_objects import VERSION_HEADER
 from specjax.serving.sessions import SessionStatistics
 from specjax.training import fingerprint as training_fingerprint
 from specjax.training.run_directory import Claim
@@ -45,6 +46,7 @@ from specjax.training.step import TrainState
 from specjax.training.written import WrittenTokens
 from specjax.wire import messages
 from tests.conftest import tiny_target
+from tests.serving.http.interfaces import TEXTS, chat_service, post, stream
 from tests.serving.http.made_up import MadeUpEngine
 from tests.serving.http.test_app import ask, events, service_of
 
@@ -164,6 +166,14 @@ def http_answers() -> Names:
     """Return the paths of the fields of each answer."""
     service = service_of(MadeUpEngine(), with_acceptance=True)
     more = {"max_tokens": 2, "prediction": {"type": "content", "content": "The"}}
+    chats = chat_service(TEXTS["call"])
+    question = [{"role": "user", "content": "Hello"}]
+    function = {"type": "function", "name": "get_weather", "parameters": {}}
+    response = {"input": question, "tools": [function]}
+    described = {"type": "function", "function": {"name": "get_weather"}}
+    chat = {"messages": question, "tools": [described]}
+    tool = {"name": "get_weather", "input_schema": {}}
+    message = {"messages": question, "tools": [tool], "max_tokens": 1000}
     usage = {"stream": True, "stream_options": {"include_usage": True, "include_accepted": True}}
     answers = {
         "completions": ask(service, logprobs=1, **more).json(),
@@ -175,8 +185,21 @@ def http_answers() -> Names:
             ask(service, "/v1/chat/completions", logprobs=True, **more, **usage)
         ),
         "error": ask(service, temperature=-1).json(),
+        "chat completions, a call": post(chats, "/v1/chat/completions", chat).json(),
+        "chat completions, a call, streamed": events(
+            post(chats, "/v1/chat/completions", chat | {"stream": True})
+        ),
+        "responses": post(chats, "/v1/responses", response).json(),
+        "responses, streamed": stream(post(chats, "/v1/responses", response | {"stream": True})),
+        "messages": post(chats, "/v1/messages", message).json(),
+        "messages, streamed": stream(post(chats, "/v1/messages", message | {"stream": True})),
+        "messages, error": post(chats, "/v1/messages", {}).json(),
+        "count_tokens": post(chats, "/v1/messages/count_tokens", message).json(),
         "health": ask(service, "/health", "GET").json(),
         "models": ask(service, "/v1/models", "GET").json(),
+        "models, Anthropic": ask(
+            service, "/v1/models", "GET", headers={VERSION_HEADER: "2023-06-01"}
+        ).json(),
         "tokenize": ask(service, "/tokenize").json(),
         "detokenize": ask(service, "/detokenize", content='{"tokens": [97]}').json(),
         "version": ask(service, "/version", "GET").json(),

@@ -23,8 +23,9 @@ from specjax import __version__
 from specjax.serving.handle import EngineError, TextCancelledError
 from specjax.serving.http import requests
 from specjax.serving.http.access import Guard, read_body
-from specjax.serving.http.errors import RequestError
+from specjax.serving.http.errors import ANTHROPIC_PATH, RequestError
 from specjax.serving.http.interfaces import interface_routes
+from specjax.serving.http.model_objects import ServedModel, is_of_anthropic, model_list
 from specjax.serving.http.request_log import RequestLog
 from specjax.serving.http.requests import Limits
 from specjax.serving.http.responses import (
@@ -69,19 +70,20 @@ def make_app(service: Service) -> ASGIApp:
         )
 
     async def models(request: Request) -> Response:
-        return json_response(
-            {"object": "list", "data": [_model(service, name) for name in service.limits.names]}
-        )
+        served = [_model(service, name) for name in service.limits.names]
+        return json_response(model_list(served, for_anthropic=is_of_anthropic(request.headers)))
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
+        name, for_anthropic = request.path_params["name"], is_of_anthropic(request.headers)
         if name not in service.limits.names:
             message = (
                 f"model={name[:80]!r}: the server does not have it; give"
                 f" {service.limits.names[0]!r}"
             )
-            raise RequestError(404, message, param="model", code="model_not_found")
-        return json_response(_model(service, name))
+            error = RequestError(404, message, param="model", code="model_not_found")
+            return error_response(error, ANTHROPIC_PATH if for_anthropic else request.url.path)
+        served = _model(service, name)
+        return json_response(served.anthropic_object() if for_anthropic else served.openai_object())
 
     async def metrics(request: Request) -> Response:
         return Response(
@@ -214,16 +216,14 @@ _PAGE_HEADERS = {
 }
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "specjax",
-        "root": service.limits.names[0],
-        "max_model_len": service.engine.capacity,
-        "has_chat_template": service.limits.has_chat,
-    }
+def _model(service: Service, name: str) -> ServedModel:
+    return ServedModel(
+        name,
+        service.limits.names[0],
+        service.created,
+        service.engine.capacity,
+        service.limits.has_chat,
+    )
 
 
 async def _answer_error(request: Request, error: Any) -> Response:

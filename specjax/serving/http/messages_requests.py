@@ -53,6 +53,10 @@ It differs in each request, so with it no request would share a prefix with anot
 """
 
 
+_ERRORS = ("error", "<tool_use_error>")
+"""How the text of a result begins that says itself that a tool has failed, in lower case."""
+
+
 class MessagesFields(msgspec.Struct, kw_only=True):
     """The parameters of ``/v1/messages`` that chat completions write otherwise."""
 
@@ -205,12 +209,25 @@ def _add_message(history: ChatHistory, place: str, role: str, content: Any) -> N
                 history.add(role, parts)
                 parts = []
             texts = _texts(f"{where}.content", result.content or "")
+            if result.is_error:
+                texts = _as_error(texts)
             history.add("tool", [*map(text_part, texts)], tool_call_id=result.tool_use_id)
             is_empty = False
         else:
             parts.append(text_part(_text(where, block)))
     if parts or is_empty:
         history.add(role, parts)
+
+
+def _as_error(texts: Sequence[str]) -> list[str]:
+    """Return the texts of a tool's result that says that the tool has failed.
+
+    No chat template has a place for that, so the text says it, unless it does so already.
+    """
+    first, *later = texts or [""]
+    if first.lstrip().lower().startswith(_ERRORS):
+        return [first, *later]
+    return [f"Error: {first}" if first else "Error", *later]
 
 
 def _texts(place: str, content: str | Sequence[Any]) -> list[str]:

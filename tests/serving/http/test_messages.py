@@ -5,7 +5,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
 
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.messages_requests import read_messages
@@ -18,10 +18,11 @@ from tests.serving.http.interfaces import (
     chat_engine,
     chat_service,
     check_mutations,
+    extras,
     post,
     stream,
 )
-from tests.serving.http.made_up import serving
+from tests.serving.http.made_up import MadeUpEngine, serving
 
 PATH = "/v1/messages"
 LIMITS = Limits(names=("tiny",), vocab_size=100, thinking_switch="enable_thinking")
@@ -90,6 +91,33 @@ def test_blocks_become_messages_of_a_chat() -> None:
         {"role": "tool", "content": "5", "tool_call_id": "t1"},
         {"role": "user", "content": "And?"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("content", "plain", "failed"),
+    [
+        ("no such file", "no such file", "Error: no such file"),
+        (
+            [{"type": "text", "text": "Exit 1"}, {"type": "text", "text": "b"}],
+            "Exit 1\nb",
+            "Error: Exit 1\nb",
+        ),
+        ("Error: no such file", "Error: no such file", "Error: no such file"),
+        (" error 5", " error 5", " error 5"),
+        (*["<tool_use_error>a</tool_use_error>"] * 3,),
+        ("", "", "Error"),
+        (None, "", "Error"),
+        ([], "", "Error"),
+    ],
+)
+def test_the_result_of_a_tool_that_has_failed_says_so_in_its_text(content, plain, failed) -> None:
+    def result(**fields: Any) -> Any:
+        block = {"type": "tool_result", "tool_use_id": "t1", "content": content, **fields}
+        messages = [*HISTORY[:2], {"role": "user", "content": [block]}]
+        return read(messages=messages).prompts[0][-1]["content"]
+
+    assert result() == result(is_error=False) == plain
+    assert result(is_error=True) == failed
 
 
 def test_tools_have_one_form_inside_and_those_of_servers_are_left_out() -> None:
@@ -348,3 +376,21 @@ FULL = BASE | {
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.full)])
 def test_whatever_a_body_is_it_is_answered_or_refused(count: int) -> None:
     check_mutations(FULL, PATH, count, {"type", "error"})
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def test_models_have_the_form_of_the_client_that_asks() -> None:
+    engine = MadeUpEngine()
+    with serving(engine, names=("tiny", "other")) as (host, port):
+        address = f"http://{host}:{port}"
+        with anthropic.Anthropic(base_url=address, api_key="none") as client:
+            page = client.models.list()
+            assert [model.id for model in page] == ["tiny", "other"]
+            model = client.models.retrieve("other")
+            strict = ModelInfo.model_validate_json(model.to_json(), strict=True)
+            assert (strict.max_tokens, extras(strict)) == (engine.capacity, [])
+            with pytest.raises(anthropic.NotFoundError) as caught:
+                client.models.retrieve("third")
+            assert caught.value.body["error"]["type"] == "not_found_error"
