@@ -79,6 +79,8 @@ class AnswerSyntax:
         calls: how it writes calls of tools; None: it is not known, or it has none.
         thought: how it writes a thought before the answer; None: it has none.
         content: the text before content, such as the begin of a channel.
+        call_id_length: the number of letters and digits of a call's id, where the chat template
+            takes no other ids; None: it takes any.
 
     Examples:
         >>> from specjax.chat import families
@@ -89,6 +91,7 @@ class AnswerSyntax:
     calls: CallSyntax | None = None
     thought: ThoughtSyntax | None = None
     content: str = ""
+    call_id_length: int | None = None
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "AnswerSyntax":
@@ -104,6 +107,7 @@ class AnswerSyntax:
             None if calls is None else CallSyntax(**calls),
             None if thought is None else ThoughtSyntax(**thought),
             data.get("content", ""),
+            data.get("call_id_length"),
         )
 
     def thought_after(self, begin: str, chat_template: Any) -> ThoughtSyntax | None:

@@ -4,8 +4,6 @@ Every interface writes its answers, whole and streamed, from these events. So a 
 sum of a stream are the same.
 """
 
-import secrets
-import string
 from dataclasses import dataclass, field
 
 from specjax.chat import (
@@ -18,9 +16,8 @@ from specjax.chat import (
     ResponseForm,
     ToolCall,
 )
+from specjax.chat.call_ids import new_call_id
 from specjax.chat.calls import Tools
-
-_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,8 @@ class AnswerRegions:
         with_reasoning: whether the reasoning is reported. If not, it is dropped.
         with_content: whether content is reported. Where calls are required there is none, but a
             limit may cut the tag of a call, which then looks like content.
-        id_length: the number of letters and digits of a call's id, behind ``call_``; negative: of
-            an id without that.
+        id_length: the number of letters and digits of a call's id, see
+            `specjax.chat.AnswerSyntax`; None: any.
         calls: the complete calls so far.
         call_ids: the ids of all reported calls, also of those that were cut.
         finish_reason: why the text ended: "stop", "length" or "tool_calls"; None while it grows.
@@ -84,7 +81,7 @@ class AnswerRegions:
     content_is_last: bool = False
     with_reasoning: bool = True
     with_content: bool = True
-    id_length: int = 24
+    id_length: int | None = None
     calls: list[IdentifiedCall] = field(default_factory=list, init=False)
     call_ids: list[str] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
@@ -162,13 +159,9 @@ class AnswerRegions:
         if isinstance(event, RegionOpened):
             self._name = event.name
             pieces.clear()
-            self.call_ids.append(self._new_id())
+            self.call_ids.append(new_call_id(self.id_length))
         elif isinstance(event, RegionGrew):
             pieces.append(event.text)
         elif event.is_complete:
             call = ToolCall(self._name, "".join(pieces))
             self.calls.append(IdentifiedCall(len(self.call_ids) - 1, self.call_ids[-1], call))
-
-    def _new_id(self) -> str:
-        count, prefix = abs(self.id_length), "call_" if self.id_length > 0 else ""
-        return prefix + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(count))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specjax.chat import AnswerSyntax, answer_syntax, prompt_text, response_form, tag_tokens
+from specjax.chat.call_ids import with_ids_of_length
 from specjax.errors import InputError
 from specjax.fill_in_the_middle import encode_gap, gap_end_ids
 from specjax.grammars import CompiledGrammar, GrammarChecker
@@ -118,6 +119,7 @@ class Service:
         self.engine, self.options = engine, options
         config, tokenizer = engine.target.config, engine.tokenizer
         syntax = answer_syntax(tokenizer) if tokenizer.chat_template else AnswerSyntax()
+        self._call_id_length = syntax.call_id_length
         self.grammar_jobs = GrammarJobs(engine, grammar_checker)
         self.answer_grammars = AnswerGrammars(
             self.grammar_jobs, syntax, tokenizer.chat_template, has_grammars=engine.has_grammars
@@ -348,6 +350,7 @@ class Service:
                 whole_calls=not self.answer_grammars.has_calls(request),
                 content_is_last=request.params.grammar is not None,
                 with_reasoning=request.include_reasoning,
+                id_length=self._call_id_length,
                 with_content=request.tool_choice.mode != "required",
             )
             for begin in begins
@@ -442,6 +445,8 @@ class Service:
             with _as_answers("suffix"):
                 tokens = encode_gap(self.engine.tokenizer, prompt, suffix, add_special_tokens)
                 return self.engine.encode(tokens)
+        if self._call_id_length is not None and is_text and not isinstance(prompt, str):
+            prompt = with_ids_of_length(prompt, self._call_id_length)
         with _as_answers(name):
             if (tools or chat_end != "answer") and not isinstance(prompt, str):
                 tokens = encode_chat(

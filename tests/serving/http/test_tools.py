@@ -1,6 +1,7 @@
 """The tools of a request: how they are read, what is refused, and how an answer has calls."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,17 @@ import specjax
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.requests import Limits, TextRequest, read_chat, read_completion
 from specjax.serving.http.tools import ToolChoice, rendered_tools
-from tests.serving.http.interfaces import ARGUMENTS, CALL, SCHEMA, TEXTS, chat_service, post
+from tests.chat.published_templates import template
+from tests.serving.http.interfaces import (
+    ARGUMENTS,
+    CALL,
+    SCHEMA,
+    TEXTS,
+    chat_engine,
+    chat_service,
+    post,
+)
+from tests.serving.http.test_app import service_of
 
 LIMITS = Limits(names=("tiny",), vocab_size=1024)
 TOOL: dict[str, Any] = {
@@ -209,3 +220,22 @@ def test_the_content_that_a_grammar_describes_has_no_tags(text: str, expected) -
         regions.push(text[cut:])
         regions.finish("stop")
         assert (regions.content, regions.reasoning) == expected
+
+
+def test_calls_of_mistral_have_ids_that_its_template_takes() -> None:
+    engine: Any = chat_engine('[TOOL_CALLS][{"name": "get_weather", "arguments": {}}]')
+    engine.tokenizer.chat_template = template("mistral_nemo")
+    service = service_of(engine)
+    chat: list[Any] = [{"role": "user", "content": "Weather?"}]
+    body = {"messages": chat, "tools": [WEATHER], "max_tokens": 90}
+    message = post(service, "/v1/chat/completions", body).json()["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert len(call["id"]) == 9
+    for name in (call["id"], "call_1", "toolu_01A-long_id"):
+        result = {"role": "tool", "tool_call_id": name, "content": "rain"}
+        called = {**message, "content": "", "tool_calls": [{**call, "id": name}]}
+        answer = post(service, "/v1/chat/completions", body | {"messages": [*chat, called, result]})
+        assert answer.status_code == 200, answer.text
+    text = engine.tokenizer.decode(engine.submitted[-1].prompt)
+    assert len(re.findall(r'"(?:id|call_id)": "[A-Za-z0-9]{9}"', text)) == 2
+    assert "toolu_" not in text
