@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from specjax import text
 from specjax.errors import InputError
+from specjax.plain_text import PlainText
 
 
 class GapTokens(NamedTuple):
@@ -44,7 +45,7 @@ FAMILIES: tuple[GapTokens, ...] = (
 )
 
 
-_PLAIN: WeakKeyDictionary[Any, text.PlainText] = WeakKeyDictionary()
+_PLAIN: WeakKeyDictionary[Any, PlainText] = WeakKeyDictionary()
 
 
 def gap_tokens(tokenizer: Any) -> GapTokens | None:
@@ -104,9 +105,9 @@ def encode_gap(
         raise InputError(
             "suffix: this model's tokenizer has no tokens that mark a gap in a text; leave it out"
         )
-    # It is made once for a tokenizer, because that takes a second for a large vocabulary.
+    # It is made once for a tokenizer.
     if (plain := _PLAIN.get(tokenizer)) is None:
-        plain = _PLAIN[tokenizer] = text.PlainText(tokenizer, tokens[:3])
+        plain = _PLAIN[tokenizer] = PlainText(tokenizer, tokens[:3])
     before, after, middle = tokenizer.convert_tokens_to_ids(list(tokens[:3]))
     beginning = text.beginning_of_texts(tokenizer) if add_special_tokens else []
     return [*beginning, before, *plain.encode(prefix), after, *plain.encode(suffix), middle]

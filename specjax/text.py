@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.message_tags import ChatText, chat_text
+from specjax.plain_text import check_unicode, encode_with_plain
 from specjax.progress import waiting
 from specjax.templates import (
     ChatEnd,
@@ -267,7 +269,7 @@ def encode(
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}], chat_template_kwargs)
     check_is_chat(False, "", chat_template_kwargs or {})
-    _check_unicode(prompt)
+    check_unicode(prompt)
     # Without a warning about the length, which the models check.
     tokens = list(tokenizer(prompt, verbose=False)["input_ids"])
     begin = getattr(tokenizer, "bos_token_id", None)
@@ -292,59 +294,8 @@ def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
         >>> tokenizer.decode(tokens)
         'import os'
     """
-    _check_unicode(continuation)
+    check_unicode(continuation)
     return list(tokenizer(continuation, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-class PlainText:
-    """Encodes text in which special tokens have no meaning: what spells one is characters.
-
-    It has a tokenizer of its own. transformers' ``split_special_tokens`` would change the one that
-    other threads are using.
-
-    Args:
-        tokenizer: a tokenizer of transformers, with a tokenizer.json.
-        more: added tokens that have no meaning either, although the tokenizer does not call them
-            special.
-
-    Raises:
-        InputError: the tokenizer has no tokenizer.json.
-
-    Examples:
-        >>> from specjax.text import PlainText, encode_continuation
-        >>> tokenizer = specjax.load("embedded").tokenizer
-        >>> len(encode_continuation(tokenizer, "<|endoftext|>"))
-        1
-        >>> len(PlainText(tokenizer).encode("<|endoftext|>"))
-        7
-    """
-
-    def __init__(self, tokenizer: Any, more: Collection[str] = ()) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise InputError(
-                "tokenizer: without a tokenizer.json, special tokens in a text cannot be ignored;"
-                " convert it"
-            )
-        from tokenizers import Tokenizer
-
-        state = json.loads(backend.to_str())
-        state["added_tokens"] = [
-            token
-            for token in state["added_tokens"]
-            if not token["special"] and token["content"] not in more
-        ]
-        state["truncation"] = state["padding"] = None
-        self._backend = Tokenizer.from_str(json.dumps(state))
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that follows another one.
-
-        Raises:
-            InputError: the text is not valid Unicode.
-        """
-        _check_unicode(text)
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
 
 def beginning_of_texts(tokenizer: Any) -> list[int]:
@@ -376,6 +327,10 @@ def encode_chat(
     has for all chats (`specjax.templates.with_template`). ``end`` is where the text ends: by
     default where the answer begins. ``tools`` are declarations of tools, as in OpenAI's API.
 
+    Text of messages and tools that spells a special token is text, and no token. Tags that the
+    tokenizer does not call special, such as Qwen's ``<tool_call>``, are tokens in messages of the
+    system, developers and assistants, and text everywhere else.
+
     Raises:
         InputError: there are no messages, the tokenizer has no chat template, or the template
             refuses the messages or the variables, leaves out a message, or takes no tools.
@@ -399,8 +354,10 @@ def encode_chat(
             " message"
         )
     settings = read_settings(chat_template_kwargs or {})
-    text, _ = _chat_with(tokenizer, messages, settings, end, tools)
-    return list(_encode_rendered(tokenizer, text)["input_ids"])
+    rendered = _rendered(tokenizer, messages, settings, end, tools)
+    if rendered.spans:
+        return encode_with_plain(tokenizer, rendered.text, rendered.spans)[0]
+    return list(tokenizer(rendered.text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def encode_conversation(
@@ -435,15 +392,15 @@ def encode_conversation(
     """
     _check_chat(tokenizer, messages)
     settings = read_settings(chat_template_kwargs or {})
-    text, form = _chat_with(tokenizer, messages, settings, "messages", ())
-    encoding = _encode_rendered(tokenizer, text)
-    begins, ends = np.array(encoding.encodings[0].offsets).reshape(-1, 2).T
+    rendered = _rendered(tokenizer, messages, settings, "messages", ())
+    answers = rendered.places(answer_spans(tokenizer, rendered.messages, settings))
+    ids, places = encode_with_plain(tokenizer, rendered.text, rendered.spans)
+    begins, ends = np.array(places).reshape(-1, 2).T
     # The begins and ends of the answers, with an answer after the text, so that each token has a
     # next one.
-    after = (len(text), len(text))
-    starts, stops = np.array([*answer_spans(tokenizer, form, settings), after]).T
+    starts, stops = np.array([*answers, (len(rendered.text), len(rendered.text))]).T
     next_answer = np.searchsorted(stops[:-1], begins, side="right")
-    return list(encoding["input_ids"]), starts[next_answer] < ends
+    return ids, starts[next_answer] < ends
 
 
 def _check_chat(tokenizer: Any, messages: Messages) -> None:
@@ -456,10 +413,21 @@ def _check_chat(tokenizer: Any, messages: Messages) -> None:
         )
 
 
-def _encode_rendered(tokenizer: Any, text: str) -> Any:
-    """Return transformers' encoding of the text that a template has made of a chat."""
-    _check_unicode(text)
-    return tokenizer(text, add_special_tokens=False, verbose=False)
+def _rendered(
+    tokenizer: Any,
+    messages: Messages,
+    settings: Settings,
+    end: ChatEnd,
+    tools: Sequence[Mapping[str, Any]],
+) -> ChatText:
+    """Return the text of a chat, with the places where tags in it are text."""
+    text, form = _chat_with(tokenizer, messages, settings, end, tools)
+    check_unicode(text)
+
+    def render(chat: Messages, declared: Sequence[Mapping[str, Any]]) -> str:
+        return renderer(tokenizer, settings, end, declared or None)(chat)
+
+    return chat_text(tokenizer, text, form, tools, render)
 
 
 def _chat_with(
@@ -683,16 +651,6 @@ def _marked(message: Mapping[str, Any], mark: str, with_calls: bool) -> dict[str
             for call in calls
         ]
     return result
-
-
-def _check_unicode(prompt: str) -> None:
-    try:
-        prompt.encode()
-    # A lone surrogate: bytes of a command line that are not UTF-8.
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"prompt: character {error.start} is not valid Unicode ({error.reason}); give UTF-8"
-        ) from None
 
 
 def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

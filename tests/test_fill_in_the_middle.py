@@ -45,6 +45,15 @@ def test_text_that_spells_a_special_token_is_text(special) -> None:
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
+def test_text_that_spells_another_added_token_is_that_text() -> None:
+    """Check a token like Qwen's tags, which is not special and has a higher id than those."""
+    tokenizer = tokenizer_with(*FAMILIES[0][:3], "<|im_start|>")
+    tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False, special=False)])
+    ids = encode_gap(tokenizer, "a<tool_call>", "b", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "<|fim_prefix|>a<tool_call><|fim_suffix|>b<|fim_middle|>"
+    assert not {"<|im_start|>", "<tool_call>"} & set(tokenizer.convert_ids_to_tokens(ids))
+
+
 @pytest.mark.parametrize(("prefix", "suffix"), [("", SUFFIX), (PREFIX, ""), ("", "")])
 def test_either_text_may_be_empty(prefix, suffix) -> None:
     tokenizer = tokenizer_with(*FAMILIES[1][:3])
