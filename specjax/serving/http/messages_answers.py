@@ -123,9 +123,10 @@ class MessageWriter(RegionWriter):
             end = {"stop_reason": "stop_sequence", "stop_sequence": handle.stop_string}
         else:
             end = {"stop_reason": _STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
-        self._message |= end
+        usage = self._usage()
+        self._message |= end | {"usage": usage}
         end = end | {"stop_details": None}
-        yield {"type": "message_delta", "delta": end, "usage": self._usage()}
+        yield {"type": "message_delta", "delta": end, "usage": usage}
         yield {"type": "message_stop"}
 
     def fail(self, error: RequestError) -> Iterator[dict[str, Any]]:
@@ -134,15 +135,16 @@ class MessageWriter(RegionWriter):
 
     def result(self) -> dict[str, Any]:
         """Return the message."""
-        return self._message | {"usage": self._usage()}
+        return self._message
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         return {
             "input_tokens": self.prompt_tokens - self.cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
+            "output_tokens_details": {"thinking_tokens": self.reasoning_tokens},
         }

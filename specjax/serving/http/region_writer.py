@@ -78,6 +78,11 @@ class RegionWriter:
         """The number of tokens of the text so far."""
         return len(self.handles[0].tokens)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of tokens of the reasoning, see `AnswerRegions.reasoning_tokens`."""
+        return self._regions.reasoning_tokens(self.output_tokens)
+
     # --- as a writer of an answer -----------------------------------------------------------------
 
     def begin(self) -> Iterator[bytes]:

@@ -4,6 +4,7 @@ Every interface writes its answers, whole and streamed, from these events. So a 
 sum of a stream are the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specjax.chat import (
@@ -59,6 +60,7 @@ class AnswerRegions:
             limit may cut the tag of a call, which then looks like content.
         id_length: the number of letters and digits of a call's id, see
             `specjax.chat.AnswerSyntax`; None: any.
+        count_tokens: counts the tokens of a text, for `reasoning_tokens`; None: none are counted.
         calls: the complete calls so far.
         call_ids: the ids of all reported calls, also of those that were cut.
         finish_reason: why the text ended: "stop", "length" or "tool_calls"; None while it grows.
@@ -82,6 +84,7 @@ class AnswerRegions:
     with_reasoning: bool = True
     with_content: bool = True
     id_length: int | None = None
+    count_tokens: Callable[[str], int] | None = None
     calls: list[IdentifiedCall] = field(default_factory=list, init=False)
     call_ids: list[str] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
@@ -101,6 +104,7 @@ class AnswerRegions:
         self._is_open = False  # content is open, of a model whose form is unknown
         self._pieces: dict[RegionKind, list[str]] = {kind: [] for kind in RegionKind}
         self._name = ""
+        self._dropped_reasoning: list[str] = []
 
     @property
     def content(self) -> str:
@@ -111,6 +115,20 @@ class AnswerRegions:
     def reasoning(self) -> str:
         """The reasoning so far; empty if it is not reported."""
         return "".join(self._pieces[RegionKind.REASONING])
+
+    def reasoning_tokens(self, output_tokens: int) -> int:
+        """Return the number of tokens of the reasoning, also where it is not reported.
+
+        Its text is encoded once more, so the number is the same whole and streamed, and whatever
+        was drafted. It may differ by a few from the tokens that the model wrote.
+
+        Args:
+            output_tokens: the number of tokens of the whole text, which is never exceeded.
+        """
+        text = self.reasoning or "".join(self._dropped_reasoning)
+        if not text or self.count_tokens is None:
+            return 0
+        return min(self.count_tokens(text), output_tokens)
 
     def push(self, text: str) -> list[Event]:
         """Append text, and return the new events."""
@@ -144,6 +162,11 @@ class AnswerRegions:
     def _take(self, events: list[Event]) -> list[Event]:
         """Add events to the whole answer, and return those that are reported."""
         if not self.with_reasoning:
+            self._dropped_reasoning += [
+                event.text
+                for event in events
+                if isinstance(event, RegionGrew) and event.kind is RegionKind.REASONING
+            ]
             events = [event for event in events if event.kind is not RegionKind.REASONING]
         if not self.with_content:
             events = [event for event in events if event.kind is not RegionKind.CONTENT]

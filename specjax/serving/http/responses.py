@@ -325,13 +325,20 @@ class Answer:
         usage["prompt_tokens_details"] = {
             "cached_tokens": sum(handle.cached_tokens for handle in first)
         }
+        if self.request.is_chat:
+            usage["completion_tokens_details"] = {
+                "reasoning_tokens": sum(
+                    regions.reasoning_tokens(len(handle.tokens))
+                    for regions, handle in zip(self.regions, self.handles, strict=True)
+                )
+            }
         if self.request.prediction is not None:
             # A text may match the same part of its prediction twice, which must not exceed its
             # length.
             accepted = sum(
                 min(handle.predicted_tokens, handle.prediction_length) for handle in self.handles
             )
-            usage["completion_tokens_details"] = {
+            usage["completion_tokens_details"] = usage.get("completion_tokens_details", {}) | {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(
                     handle.prediction_length for handle in self.handles

@@ -123,7 +123,7 @@ class ResponseWriter(RegionWriter):
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": prompt + output,
         }
 

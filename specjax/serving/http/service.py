@@ -34,7 +34,7 @@ from specjax.serving.http.tokens import TokenTexts
 from specjax.serving.http.tools import rendered_tools
 from specjax.serving.scheduler import QueueFullError
 from specjax.templates import ChatEnd, Settings, names_read, takes_tools, thinking_switch
-from specjax.text import encode_chat, encode_continuation, special_texts
+from specjax.text import count_tokens, encode_chat, encode_continuation, special_texts
 
 MAX_REQUEST_LOGPROBS = 500_000
 """The largest number of log-probabilities of an answer, the top ones included: some 50 MB."""
@@ -352,10 +352,14 @@ class Service:
                 with_reasoning=request.include_reasoning,
                 id_length=self._call_id_length,
                 with_content=request.tool_choice.mode != "required",
+                count_tokens=self._count_tokens,
             )
             for begin in begins
             for _ in range(request.n)
         ]
+
+    def _count_tokens(self, text: str) -> int:
+        return count_tokens(self.engine.tokenizer, text)
 
     def _special_texts(self, request: TextRequest) -> dict[int, str] | None:
         """Return the special tokens that are text in the answer to a request; None: there are none.
