@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from specjax.assets import embedded
 from specjax.chat import family_form
 from specjax.serving.http.regions import AnswerRegions
 from specjax.serving.http.service import Service
-from specjax.text import encode_continuation
+from specjax.text import count_tokens, encode_continuation, load_tokenizer
 from tests.serving.http.interfaces import TEXTS, chat_service, post, stream
 from tests.serving.http.test_app import events
 
@@ -71,3 +72,12 @@ def test_a_text_has_no_more_tokens_of_reasoning_than_tokens() -> None:
     regions.push("<think>Hm.")
     regions.finish("length")
     assert (regions.reasoning_tokens(100), regions.reasoning_tokens(2)) == (3, 2)
+
+
+@pytest.mark.parametrize("limit", [None, {"max_length": 2, "strategy": "longest_first"}])
+def test_tokens_are_counted_as_the_tokenizer_encodes(limit) -> None:
+    tokenizer = load_tokenizer(embedded("target"))
+    if limit is not None:
+        tokenizer.backend_tokenizer.enable_truncation(**limit)
+    text = "class Stack:\n    def push(self, caf\xe9): <|endoftext|> \U0001f600\n"
+    assert count_tokens(tokenizer, text) == len(encode_continuation(tokenizer, text)) > 10
