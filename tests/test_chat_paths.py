@@ -60,7 +60,6 @@ class EncodesEngine(MadeUpEngine):
     def __init__(self, generator: specjax.pipeline.TextGenerator) -> None:
         super().__init__()
         self.target, self.tokenizer = generator.target, generator.tokenizer
-        self.text = [1, 2, 3]
 
 
 def sent(call) -> list[int]:
