@@ -126,8 +126,23 @@ def arguments_node(syntax: CallSyntax, schema: Mapping[str, Any] | None) -> Node
         raise InputError(f"schema.type={schema['type']!r}: arguments are an object; give 'object'")
     if syntax.arguments == "xml":
         return any_tagged_arguments() if schema is None else tagged_arguments(schema)
-    grammar = JsonObject() if schema is None else JsonSchema({"type": "object", **schema})
+    grammar = JsonObject() if schema is None else JsonSchema(_closed(schema))
     return node_of_source(grammar.source)
+
+
+def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of arguments, without arguments that the tool does not declare.
+
+    JSON Schema allows undeclared keys unless ``additionalProperties`` says otherwise, but the
+    authors of tools expect none. Where parts of the schema are combined, all parts declare keys, so
+    it stays as it is.
+    """
+    is_plain = not set(schema) - {"type", "properties", "required", *_NOT_KEYS}
+    return {"type": "object", **({"additionalProperties": False} if is_plain else {}), **schema}
+
+
+_NOT_KEYS = ("title", "description", "$schema", "$defs", "definitions", "$comment", "strict")
+"""The keywords of a schema that say nothing of its keys."""
 
 
 def _before_answer(thought: ThoughtSyntax | None) -> list[Node]:

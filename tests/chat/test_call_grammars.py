@@ -234,6 +234,22 @@ def test_legal_texts(text, thought, options, expected, tokenizer, compiler) -> N
     assert legal_count(compiler, tokenizer, grammar, text) == expected
 
 
+@pytest.mark.parametrize(
+    ("schema", "is_legal"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, False),
+        ({"type": "object", "properties": {}, "description": "nothing"}, False),
+        ({"properties": {"a": {}}, "additionalProperties": True}, True),
+        ({"anyOf": [{"properties": {"b": {"type": "integer"}}}]}, True),
+        (None, True),
+    ],
+)
+def test_a_tool_has_the_arguments_that_it_declares(schema, is_legal, tokenizer, compiler) -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"b": 1}}\n</tool_call>'
+    grammar = ToolCalls(QWEN, {"f": schema})
+    assert legal_count(compiler, tokenizer, grammar, text) == (is_legal, is_legal)
+
+
 def test_content_follows_a_thought_in_its_channel(tokenizer, compiler) -> None:
     (syntax,) = (family.syntax for family in families() if family.name == "gpt_oss")
     grammar = AfterThought(
