@@ -1217,6 +1217,8 @@ class StopStrings:
         """
         if self.found:
             return ""
+        if not self._stop:
+            return piece
         text = self._pending + piece
         ends = [
             (start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0

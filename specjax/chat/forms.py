@@ -4,8 +4,8 @@ A form is read from a response template, the declarative format of transformers
 (https://huggingface.co/docs/transformers/chat_response_parsing). It is data: nothing of it is run.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import regex
@@ -34,6 +34,9 @@ MAX_SEARCH_SECONDS = 0.25
 _ENDS = regex.compile(r"(?P<end>\\[bBmMZz]|\$)|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", regex.DOTALL)
 """What an expression may say of the end of a word or text, and the parts where it means no end."""
 
+_FIRST = regex.compile(r"(?:<|\\\[)(?![*+?{])")
+"""The first character of most tags, where an expression begins with it."""
+
 _LOOK = r"(?:(?=[\s\S])|)"
 
 
@@ -46,10 +49,12 @@ class Delimiter:
         probe: the same expression with an end that never matches. A partial match of it says that
             the expression looks at text behind the end, so more text may change what it matches.
             A partial match of ``pattern`` is given only where it matches nowhere.
+        first: the characters with which it may begin; None: they are not known.
     """
 
     pattern: Any
     probe: Any
+    first: frozenset[str] | None = None
 
     @classmethod
     def from_pattern(cls, pattern: str, flags: int = 0) -> "Delimiter":
@@ -60,7 +65,20 @@ class Delimiter:
         """
         # An end of a word or of the text makes no match partial. A look at the next character does.
         looking = _ENDS.sub(lambda match: _LOOK if match["end"] else match[0], pattern)
-        return cls(regex.compile(pattern, flags), regex.compile(f"(?:{looking})(?!)", flags))
+        first = _FIRST.match(pattern)
+        has_choice = "|" in regex.sub(r"\\.", "", pattern)
+        return cls(
+            regex.compile(pattern, flags),
+            regex.compile(f"(?:{looking})(?!)", flags),
+            None if first is None or has_choice else frozenset(first[0][-1]),
+        )
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str]) -> "Delimiter":
+        """Make the tag that is one of several texts. The longest that matches is taken."""
+        ordered = sorted(texts, key=len, reverse=True)
+        tag = cls.from_pattern("|".join(map(regex.escape, ordered)))
+        return replace(tag, first=frozenset(text[0] for text in texts))
 
     def search(self, text: str, start: int, is_last: bool) -> tuple[Any, int]:
         """Search a text that may still grow.
@@ -278,5 +296,4 @@ def _delimiter(value: Mapping[str, Any], literal: str, pattern: str) -> Delimite
     texts = [value[literal]] if isinstance(value[literal], str) else list(value[literal])
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"{literal}: must be a text, or a list of texts, none of them empty")
-    texts.sort(key=len, reverse=True)  # the longest of several that match is taken
-    return Delimiter.from_pattern("|".join(map(regex.escape, texts)))
+    return Delimiter.from_texts(texts)

@@ -2,8 +2,9 @@
 
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specjax.chat.calls import JsonCallForm, JsonCalls, ParsedCallForm, RegionBody, Tools
@@ -98,6 +99,10 @@ class AnswerParser:
         for region in self._regions:
             if isinstance(region.calls, ParsedCallForm):
                 region.calls.check()
+        outside = () if form.outside is None else (form.outside,)
+        self._outside_tags = _Tags.of(self._regions, outside)
+        # By the identity of the region, whose hash would take long.
+        self._closing_tags = {id(it): _Tags.of((), (it,)) for it in self._regions}
         self._buffer, self._position = "", 0
         self._empty_tag = -1  # where a tag of no length has opened a region
         self._region: RegionForm | None = None  # the region with tags that is open
@@ -137,7 +142,8 @@ class AnswerParser:
         if self._is_finished:
             raise RuntimeError("AnswerParser.feed: the answer has finished; make a new parser")
         queued, self._queued = self._queued, []
-        text = SURROGATE.sub("\ufffd", text)
+        if not text.isascii():
+            text = SURROGATE.sub("\ufffd", text)
         return self._numbered(queued + self._advance(text, is_last=False))
 
     def finish(self, is_cut: bool = False) -> list[Event]:
@@ -226,9 +232,14 @@ class AnswerParser:
             return self._close_json(is_last)
         if self._json is not None:
             return self._read_json(events)
-        watched = self._watched()
+        tags = self._outside_tags
+        if self._region is not None:
+            tags = self._closing_tags[id(self._region)]
+        if tags.first is not None and tags.first.isdisjoint(self._buffer[self._position :]):
+            self._write_to(len(self._buffer), events)
+            return False
         first, hold, begin = None, len(self._buffer), time.thread_time()
-        for order, (region, is_open) in enumerate(watched):
+        for order, (region, is_open) in enumerate(tags.watched):
             delimiter = region.opens if is_open else region.closes
             assert delimiter is not None
             # A tag of no length opens its region once.
@@ -248,20 +259,14 @@ class AnswerParser:
                 return False
         if first is not None and is_certain:
             return self._pass(*first[1:], events)
-        end = len(self._buffer) if is_last else hold
+        self._write_to(len(self._buffer) if is_last else hold, events)
+        return False
+
+    def _write_to(self, end: int, events: list[Event]) -> None:
+        """Process text without tags, up to an offset."""
         if end > self._position:
             self._write(self._buffer[self._position : end], events)
             self._position = end
-        return False
-
-    def _watched(self) -> list[tuple[RegionForm, bool]]:
-        """Return the tags that may come next, and whether each one opens its region."""
-        if self._region is not None:
-            return [(self._region, False)] if self._region.closes is not None else []
-        watched = [(region, True) for region in self._regions]
-        if self._form.outside is not None and self._form.outside.closes is not None:
-            watched.append((self._form.outside, False))
-        return watched
 
     def _pass(self, region: RegionForm, is_open: bool, match: Any, events: list[Event]) -> bool:
         """Process the text before a tag, and the tag."""
@@ -403,6 +408,30 @@ class AnswerParser:
             return
         self._writer.pause(events)
         self._writer.pass_tag()
+
+
+@dataclass(frozen=True)
+class _Tags:
+    """The tags that may come next.
+
+    Attributes:
+        watched: the region of each tag, and whether the tag opens it.
+        first: the characters with which they begin; None: any.
+    """
+
+    watched: tuple[tuple[RegionForm, bool], ...]
+    first: frozenset[str] | None
+
+    @classmethod
+    def of(cls, opened: Sequence[RegionForm], closed: Sequence[RegionForm]) -> "_Tags":
+        """Return the tags that open some regions, and those that close some."""
+        watched = [(region, True) for region in opened]
+        watched += [(region, False) for region in closed if region.closes is not None]
+        tags = [region.opens if is_open else region.closes for region, is_open in watched]
+        firsts = [None if tag is None else tag.first for tag in tags]
+        stated = [first for first in firsts if first is not None]
+        first = frozenset[str]().union(*stated) if len(stated) == len(firsts) else None
+        return cls(tuple(watched), first)
 
 
 class _TextWriter:

@@ -42,7 +42,14 @@ from specjax.serving.device import (
     EngineDevice,
     is_paused,
 )
-from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
+from specjax.serving.handle import (
+    EngineError,
+    Handle,
+    OutputOptions,
+    RowProgress,
+    token_logprobs,
+    waking_once,
+)
 from specjax.serving.pages import Tenant
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import PrefillChunk, Request, RereadChunk, Scheduler
@@ -1071,6 +1078,11 @@ class EngineLoop:
             except Exception as error:  # only this text ends
                 with self.wake:
                     self._give_up(chunk.request, handle, error)
+        with waking_once():
+            self._deliver_texts()
+
+    def _deliver_texts(self) -> None:
+        """Detokenize the new tokens of texts, and deliver them to the handles."""
         # A prompt's log-probabilities come before the tokens of its text.
         prompt_pending = {handle for handle, *_ in self._undelivered_logprobs}
         index = 0

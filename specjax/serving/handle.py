@@ -5,7 +5,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -214,6 +214,7 @@ class Handle:
         self._cancel = cancel
         self._growing = growing
         self._pieces: list[Piece] = []
+        self._piece_times: list[float] = []
         self._tokens: list[int] = []
         # The engine's thread delivers under this lock, and other threads read and wait under it.
         self._changed = threading.Condition()
@@ -314,15 +315,28 @@ class Handle:
                     pieces, over = self._pieces[delivered:], self.finish_reason is not None
                 for piece in pieces:
                     yield piece
-                delivered += len(pieces)
-                if over and not pieces:
+                if over:
                     self._raise_if_broken()
                     return
-                if not pieces:
-                    await changed.wait()
+                delivered += len(pieces)
+                await changed.wait()
         finally:
             with self._changed:
                 self._listeners.remove(listener)
+
+    def news(self, start: int) -> tuple[list[tuple[float, Piece]], bool]:
+        """Return what has come since a moment, without waiting.
+
+        Args:
+            start: the number of pieces before it.
+
+        Returns:
+            The pieces, each with the time of its delivery by `time.perf_counter`, and whether the
+            text has ended, so that these are the last ones.
+        """
+        with self._changed:
+            pieces = zip(self._piece_times[start:], self._pieces[start:], strict=True)
+            return [*pieces], self.finish_reason is not None
 
     def _raise_if_broken(self) -> None:
         if self.finish_reason == "cancelled":
@@ -366,14 +380,16 @@ class Handle:
         """Deliver the result of a decode call, and return False if it completes a stop string."""
         if not news.tokens and not news.done:
             return True
-        new, piece, spans = tuple(news.tokens), "", ()
+        new, piece = tuple(news.tokens), ""
+        spans: tuple[tuple[str, bool], ...] = ()
         if self._growing is not None:
             start = len(self._growing.tokens)
-            parts = _runs(news) if self.output_options.spans else [(news.tokens, False)]
-            spans = tuple((self._growing.push(tokens), accepted) for tokens, accepted in parts)
-            if news.done:
-                spans = (*spans, (self._growing.finish(), spans[-1][1] if spans else False))
-            piece = "".join(text for text, _ in spans)
+            if self.output_options.spans:
+                spans = self._push_spans(self._growing, news)
+                piece = "".join(text for text, _ in spans)
+            else:
+                piece = self._growing.push(news.tokens)
+                piece += self._growing.finish() if news.done else ""
             new = tuple(self._growing.tokens[start:])
         stopped = self._growing is not None and self._growing.stopped
         reason: FinishReason | None = None
@@ -393,12 +409,20 @@ class Handle:
                 tokens=new,
                 accepted=tuple(news.accepted[:count]),
                 logprobs=tuple(news.logprobs[:count]),
-                spans=tuple(span for span in spans if span[0]) if self.output_options.spans else (),
+                spans=spans,
             ),
             reason,
             news.error,
         )
         return not stopped
+
+    @staticmethod
+    def _push_spans(growing: GrowingText, news: RowProgress) -> tuple[tuple[str, bool], ...]:
+        """Detokenize new tokens, and return the parts of their text, see `Piece.spans`."""
+        spans = [(growing.push(tokens), accepted) for tokens, accepted in _runs(news)]
+        if news.done:
+            spans.append((growing.finish(), spans[-1][1] if spans else False))
+        return tuple(span for span in spans if span[0])
 
     def _is_over(self, tokens: Sequence[int]) -> bool:
         """Return whether a text has ended before its limit, with these newest tokens."""
@@ -431,9 +455,11 @@ class Handle:
         with self._changed:
             if self.finish_reason is not None:
                 return
+            now = time.perf_counter()
             if piece.tokens and self.times.first_token is None:
-                self.times.first_token = time.perf_counter()
+                self.times.first_token = now
             self._pieces.append(piece)
+            self._piece_times.append(now)
             self._tokens += piece.tokens
             # A stop string removes the tokens after it.
             if self._growing is not None and reason is not None:
@@ -453,8 +479,50 @@ class Handle:
     def _notify(self) -> None:
         self._changed.notify_all()
         for loop, changed in self._listeners:
-            with suppress(RuntimeError):  # the event loop was closed during an iteration
-                loop.call_soon_threadsafe(changed.set)
+            if _WAKING.events is None:
+                _wake(loop, [changed])
+            else:
+                _WAKING.events.setdefault(loop, []).append(changed)
+
+
+class _Waking(threading.local):
+    """The events that a thread sets at the end of its `waking_once`; None outside of one."""
+
+    events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] | None = None
+
+
+_WAKING = _Waking()
+
+
+@contextmanager
+def waking_once() -> Iterator[None]:
+    """Wake each event loop once, at the end of the block, for all that is delivered in it.
+
+    To wake a loop takes as long as to detokenize a token.
+
+    Examples:
+        >>> from specjax.serving.handle import waking_once
+        >>> with waking_once():
+        ...     pass
+    """
+    _WAKING.events = {}
+    try:
+        yield
+    finally:
+        events, _WAKING.events = _WAKING.events, None
+        for loop, changed in events.items():
+            _wake(loop, changed)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, events: Sequence[asyncio.Event]) -> None:
+    """Set events in the thread of their loop."""
+    with suppress(RuntimeError):  # the event loop was closed during an iteration
+        loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 def _runs(news: RowProgress) -> list[tuple[list[int], bool]]:

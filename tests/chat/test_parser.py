@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -160,6 +161,49 @@ def test_the_tags_of_any_template_do_not_depend_on_the_cuts(tags) -> None:
         assert _joined(streamed) == _joined(events), text
         kinds |= {event.kind for event in events}
     assert kinds == {RegionKind.CONTENT, RegionKind.REASONING}
+
+
+def _without_first(form: ResponseForm) -> ResponseForm:
+    """Return a form whose tags do not say with which characters they begin."""
+
+    def of(tag: Delimiter | None) -> Delimiter | None:
+        return None if tag is None else replace(tag, first=None)
+
+    regions = [replace(it, opens=of(it.opens), closes=of(it.closes)) for it in form.regions]
+    outside = form.outside and replace(form.outside, closes=of(form.outside.closes))
+    return replace(form, regions=tuple(regions), outside=outside)
+
+
+@pytest.mark.parametrize("published", HERE, ids=lambda published: published.template)
+def test_text_in_which_no_tag_begins_is_parsed_as_if_it_were_searched(published) -> None:
+    form, rng = published.chat_family().form, random.Random(11)
+    for prompt, text in _texts(published):
+        for _ in range(3):
+            seed = rng.random()
+            quick, slow = (
+                _streamed(AnswerParser(it, prompt, TOOLS), text, random.Random(seed))
+                for it in (form, _without_first(form))
+            )
+            assert quick == slow
+
+
+@pytest.mark.parametrize(
+    ("pattern", "first"),
+    [
+        ("<think>", "<"),
+        (r"\[TOOL_CALLS\]", "["),
+        (r"<f=(?P<name>[^>|]{1,9})>", None),  # the bar in brackets is no choice, but may be one
+        (r"<\|a\|>", "<"),
+        ("<a>|b", None),
+        ("<?a", None),
+        ("<{0,2}a", None),
+        ("[<]a", None),
+        (r"\A<", None),
+    ],
+)
+def test_the_first_character_of_a_tag_is_that_of_a_simple_expression(pattern, first) -> None:
+    stated = Delimiter.from_pattern(pattern).first
+    assert stated == (None if first is None else {first})
 
 
 def test_what_is_too_long_for_a_tag_is_content() -> None:
@@ -625,9 +669,9 @@ def test_many_slow_searches_are_given_up(monkeypatch) -> None:
     monkeypatch.setattr(parser_module.time, "thread_time", lambda: next(clock) * 0.1)
     parser = AnswerParser(family_form("qwen3"))
     events = (
-        parser.feed("a") + parser.feed("b") + parser.feed("c<think>d") + parser.feed("</think>")
+        parser.feed("<a") + parser.feed("<b") + parser.feed("c<think>d") + parser.feed("</think>")
     )
-    assert ChatAnswer.from_events(events + parser.finish()) == ChatAnswer("abc<think>d</think>")
+    assert ChatAnswer.from_events(events + parser.finish()) == ChatAnswer("<a<bc<think>d</think>")
 
 
 def test_the_buffer_does_not_grow_with_the_text() -> None:

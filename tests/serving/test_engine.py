@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,15 @@ from specjax.sampling import Sampling, make_key, perturbed, position_keys, posit
 from specjax.sampling_params import SamplingParams
 from specjax.serving.config import EngineConfig
 from specjax.serving.engine import Engine
-from specjax.serving.handle import EngineError, Handle, RowProgress, TextCancelledError
+from specjax.serving.handle import (
+    EngineError,
+    Handle,
+    RowProgress,
+    TextCancelledError,
+    waking_once,
+)
 from specjax.serving.scheduler import QueueFullError
+from specjax.serving.scheduler import Request as Scheduled
 from tests.conftest import HYBRID, compilations, tiny_target
 from tests.test_text import of_bytes_and_spaces
 
@@ -447,6 +455,32 @@ def test_a_reader_that_goes_away_harms_nobody(target, plain) -> None:
         gate.open()
         check_text(target, GREEDY, abandoned)
         check_text(target, DRAWN, orphan)
+
+
+def test_texts_that_are_delivered_together_wake_an_event_loop_once() -> None:
+    options = {"stop_token_ids": ()}
+    requests = [Scheduled(i, [1], 1, 2) for i in range(3)]
+    handles = [Handle(lambda _: None, request, options, None) for request in requests]
+
+    async def read(handle: Handle) -> list[tuple[int, ...]]:
+        return [piece.tokens async for piece in handle]
+
+    async def read_all() -> tuple[list[Any], int]:
+        loop = asyncio.get_running_loop()
+        readers = [asyncio.ensure_future(read(handle)) for handle in handles]
+        await asyncio.sleep(0)
+        with patch.object(loop, "call_soon_threadsafe", wraps=loop.call_soon_threadsafe) as wake:
+            for number in range(2):
+                with waking_once():
+                    for handle in handles:
+                        handle.deliver(RowProgress([number], [False], done=number == 1))
+            return await asyncio.wait_for(asyncio.gather(*readers), PATIENCE), wake.call_count
+
+    begin = time.perf_counter()
+    assert asyncio.run(read_all()) == ([[(0,), (1,)]] * 3, 2)
+    news, is_over = handles[0].news(1)
+    assert is_over and [piece.tokens for _, piece in news] == [(1,)]
+    assert begin < handles[0].news(0)[0][0][0] <= news[0][0] < time.perf_counter()
 
 
 def test_its_result_may_take_longer_than_one_waits(target, plain) -> None:

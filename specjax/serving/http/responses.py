@@ -110,6 +110,12 @@ class Answer:
             "created": int(time.time()),
             "model": request.model,
         }
+        head = self._head | {"object": "chat.completion.chunk" if request.is_chat else _COMPLETION}
+        self._event_head = b"data: " + encode(head)[:-1] + b","
+        # Whether chunks say something of each token beside its text.
+        self._reports_tokens = (
+            request.logprobs is not None or request.include_accepted or request.return_token_ids
+        )
         # The offset of each choice's next token in its text, for text_offset.
         self._offsets = [0] * len(handles)
         # The tokens of each choice in the chunks so far. Its handle may have more.
@@ -122,7 +128,7 @@ class Answer:
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """Return the whole answer, after all texts have ended, from the pieces of each text."""
         request = self.request
-        kind = "chat.completion" if request.is_chat else "text_completion"
+        kind = "chat.completion" if request.is_chat else _COMPLETION
         choices = [self._choice(index, text_pieces) for index, text_pieces in enumerate(pieces)]
         answer = self._head | {"object": kind, "choices": choices, "usage": self.usage()}
         if request.is_chat:  # it has one prompt
@@ -196,8 +202,15 @@ class Answer:
 
     # --- in chunks --------------------------------------------------------------------------------
 
+    def event(self, chunk: dict[str, Any]) -> bytes:
+        """Return a chunk as a server-sent event, with the fields that all chunks have in common.
+
+        These are encoded once, not for each token.
+        """
+        return self._event_head + _ENCODER.encode(chunk)[1:] + b"\n\n"
+
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the chunk before a choice's text, or None.
+        """Return the chunk before a choice's text, or None; `event` completes each chunk.
 
         It has a chat's role, the echoed prompt, or the prompt's token ids.
         """
@@ -223,6 +236,8 @@ class Answer:
         if request.is_chat:
             deltas = self._deltas(index, self.regions[index].push(piece.text))
         self._streamed[index] += len(piece.tokens)
+        if not self._reports_tokens and request.is_chat:
+            return self._of_deltas(index, deltas)
         spans = piece.spans if request.include_accepted else ()
         logprobs: Any = None
         if request.logprobs is not None and piece.logprobs:
@@ -246,8 +261,10 @@ class Answer:
 
     def _of_deltas(self, index: int, deltas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return chunks with deltas alone."""
-        parts = {"logprobs": None, "finish_reason": None}
-        return [self._chunk(index, {"delta": delta} | parts) for delta in deltas]
+        return [
+            self._chunk(index, {"delta": delta, "logprobs": None, "finish_reason": None})
+            for delta in deltas
+        ]
 
     def _deltas(self, index: int, events: Iterable[Event]) -> list[dict[str, Any]]:
         """Return the deltas of a chat's events, one for each region and for each call."""
@@ -294,21 +311,15 @@ class Answer:
 
     def total(self) -> dict[str, Any]:
         """Return the chunk with the usage, after all choices."""
-        return (
-            self._head
-            | {"object": self._chunk_kind, "choices": [], "usage": self.usage()}
-            | self._metrics()
-        )
+        return {"choices": [], "usage": self.usage()} | self._metrics()
 
     def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = self._head | {"object": self._chunk_kind, "choices": [{"index": index} | choice]}
+        chunk: dict[str, Any] = {"choices": [{"index": index, **choice}]}
         if self.request.continuous_usage:
-            return chunk | {"usage": self._counts(sum(self._streamed))}
-        return chunk | {"usage": None} if self.request.include_usage else chunk
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.request.is_chat else "text_completion"
+            chunk["usage"] = self._counts(sum(self._streamed))
+        elif self.request.include_usage:
+            chunk["usage"] = None
+        return chunk
 
     def _completed(self, index: int) -> dict[str, bool | None]:
         """Return whether a choice satisfies its grammar as a whole, if the request has one."""
@@ -423,6 +434,9 @@ class Answer:
             "bytes": list(self._texts.bytes_of(token)),
         }
 
+
+_COMPLETION = "text_completion"
+"""The kind of a completion's object, whole and in chunks."""
 
 _REASONING = ("reasoning", "reasoning_content")
 """The names of the reasoning: the newer one, and that of older clients."""

@@ -100,20 +100,20 @@ class ChunkWriter:
     def first(self, index: int) -> list[bytes]:
         """Return the chunk before a text, if there is one."""
         chunk = self._answer.first(index)
-        return [] if chunk is None else [responses.event(chunk)]
+        return [] if chunk is None else [self._answer.event(chunk)]
 
     def piece(self, index: int, piece: Piece) -> list[bytes]:
         """Return the chunks of a piece."""
-        return [*map(responses.event, self._answer.piece(index, piece))]
+        return [*map(self._answer.event, self._answer.piece(index, piece))]
 
     def last(self, index: int) -> list[bytes]:
         """Return the chunks with the rest of a text and its finish reason."""
-        return [*map(responses.event, self._answer.last(index))]
+        return [*map(self._answer.event, self._answer.last(index))]
 
     def end(self) -> list[bytes]:
         """Return the chunk with the usage, if it is wanted, and the end of the stream."""
         answer = self._answer
-        usage = [responses.event(answer.total())] if answer.request.include_usage else []
+        usage = [answer.event(answer.total())] if answer.request.include_usage else []
         return [*usage, responses.DONE]
 
     def failure(self, error: RequestError) -> list[bytes]:
@@ -202,14 +202,17 @@ async def _pieces(handle: Handle) -> list[Piece]:
 async def _stream(
     service: Service, writer: InterfaceWriter, send: Send, headers: Mapping[str, str]
 ) -> None:
-    """Send server-sent events. Each waits for the one before, so they do not pile up in memory."""
+    """Send server-sent events. Those of a piece wait for the piece before to be sent.
+
+    So they do not pile up in memory.
+    """
     encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send(
         {"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *encoded]}
     )
 
     async def put(events: Iterable[bytes]) -> None:
-        for data in events:
+        if data := b"".join(events):
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def put_first(index: int) -> None:

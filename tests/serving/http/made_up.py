@@ -100,6 +100,11 @@ class MadeUpHandle:
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         return tuple(logprobs(token, self.settings["logprobs"]) for token in self.prompt[1:])
 
+    def news(self, start: int) -> tuple[list[tuple[float, Piece]], bool]:
+        times = itertools.count(self.times.submitted + self.pause, self.pause)
+        pieces = [*zip(times, self.pieces[: self._arrived], strict=False)]
+        return pieces[start:], self.finish_reason is not None
+
     def cancel(self) -> None:
         if self.finish_reason is None:
             self.cancelled_at = time.perf_counter()
