@@ -235,7 +235,9 @@ class AnswerParser:
         tags = self._outside_tags
         if self._region is not None:
             tags = self._closing_tags[id(self._region)]
-        if tags.first is not None and tags.first.isdisjoint(self._buffer[self._position :]):
+        may_be_last = self._content_is_last and self._region is None
+        is_plain = tags.first is not None and tags.first.isdisjoint(self._buffer[self._position :])
+        if is_plain and not may_be_last:
             self._write_to(len(self._buffer), events)
             return False
         first, hold, begin = None, len(self._buffer), time.thread_time()
@@ -252,7 +254,7 @@ class AnswerParser:
                     first = (key, region, is_open, match)
         self._spend(begin)
         is_certain = first is not None and first[0][0] < hold
-        if self._content_is_last and self._region is None:
+        if may_be_last:
             before = first[0][0] if first is not None and is_certain else hold
             if self._buffer[self._position : before].strip(_SPACE) and self._form.outside:
                 self._give_up(events)
