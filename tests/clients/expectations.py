@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tests.clients.scripted import THOUGHT
+
 
 @dataclass(frozen=True)
 class _Expected:
@@ -11,41 +13,45 @@ class _Expected:
 
     Attributes:
         names: the names of the notes that the tool reads.
-        answers: a part of each answer.
+        answers: what is in each answer.
     """
 
     names: tuple[str, ...]
-    answers: tuple[str, ...]
+    answers: tuple[tuple[str, ...], ...]
 
 
+_ALPHA, _BETA = "The ferry leaves at nine.", "The shop is closed."
+_GOODBYE = ("Goodbye for now.",)
 NOTES = _Expected(
-    ("alpha", "beta"), ("The ferry leaves at nine.", "The shop is closed.", "Goodbye for now.")
+    ("alpha", "beta", "alpha", "beta"), ((_ALPHA,), (_BETA,), (_ALPHA, _BETA), _GOODBYE)
 )
-WITHOUT_TOOLS = {
-    "instructor": _Expected((), ("Ada, 36", "Bob, 7")),
-    "lm_eval": _Expected((), ("Good morning", "Good evening", "Good night")),
-}
+ONE_BY_ONE = _Expected(("alpha", "beta"), ((_ALPHA,), (_BETA,), _GOODBYE))
+PEOPLE = _Expected((), (("Ada, 36",), ("Bob, 7",)))
+WORDS = _Expected((), (("Good morning",), ("Good evening",), ("Good night",)))
+_EXPECTED = {"people": PEOPLE, "words": WORDS, "one by one": ONE_BY_ONE}
 
 
-def fault_of(
-    program: str, title: str, conversation: Mapping[str, Any], is_model: bool = False
-) -> str:
+def fault_of(title: str, conversation: Mapping[str, Any], is_model: bool = False) -> str:
     """Return what is wrong with a conversation; empty: nothing is.
 
-    The tool must have run as it was asked to, and the answers must be those of the rules.
+    The tool must have run as it was asked to, and the answers must be those of the rules, without
+    the thought.
 
     Args:
-        program: the name of the program.
-        title: the title of the conversation.
+        title: the title of the conversation. It begins with one of `_EXPECTED`, or it is the one
+            with notes.
         conversation: the runs of the tool, and the answers.
         is_model: whether a model has answered, which may write any answer.
     """
-    expected = WITHOUT_TOOLS.get(program, NOTES)
+    expected = _EXPECTED.get(title.partition(",")[0], NOTES)
     runs, answers = conversation["runs"], conversation["answers"]
     if runs != [{"name": name} for name in expected.names]:
         return f"{title}: the tool ran with {runs}"
     is_right = len(answers) == len(expected.answers) and all(answers)
     if is_right and not is_model:
         pairs = zip(expected.answers, answers, strict=True)
-        is_right = all(part in answer for part, answer in pairs)
+        is_right = all(
+            all(part in answer for part in parts) and THOUGHT not in answer
+            for parts, answer in pairs
+        )
     return "" if is_right else f"{title}: the answers are {answers}"

@@ -71,8 +71,9 @@ class Program:
             raise UnavailableError(f"there is no {command[0]}")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            lines = (done.stderr + done.stdout).strip().splitlines()
-            raise UnavailableError(f"{command[0]} installs nothing: {lines[-1] if lines else ''}")
+            lines = (done.stderr + done.stdout).strip().splitlines() or ["it says nothing"]
+            first = next((line for line in lines if "error" in line.lower()), lines[-1])
+            raise UnavailableError(f"{Path(command[0]).name} installs nothing: {first}")
 
     def run(self, address: str, model: str, home: Path) -> dict[str, Any]:
         """Hold the session with the server at an address, and return what the program reports.

@@ -2,10 +2,13 @@
 
 The rules look at the last message of the prompt:
 
-- After `Use read_note with name "alpha".` it calls the tool `read_note` with this argument.
-- After `Say "Hello".` it writes what is to be said.
+- After `Use read_note with name "alpha".` it calls the tool `read_note` with this argument. Several
+  such sentences make several calls.
 - Where there is no such tool, it writes the arguments as JSON.
+- After `Say "Hello".` it writes what is to be said.
 - After a tool's result it writes `The tool says: ` and the result.
+
+It thinks before, unless the request has a grammar or the prompt has ended the thought.
 """
 
 import json
@@ -23,7 +26,8 @@ from tests.chat.published_templates import template
 from tests.serving.http.made_up import MadeUpEngine, MadeUpHandle
 from tests.serving.http.test_app import service_of
 
-_USE = re.compile(r"\bUse (?:the )?(\S+?)(?: tool)? with (.*)", re.DOTALL)
+THOUGHT = "I look at the last message."
+_USE = re.compile(r"\bUse (\S+) with (.*?)\.(?=\s|\Z)", re.DOTALL)
 _ARGUMENT = re.compile(r'(\w+) ("(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?|true|false)')
 _SAY = re.compile(r'\bSay "(.*)"', re.DOTALL)
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
@@ -35,27 +39,34 @@ def answer_to(prompt: str) -> str:
     """Return the answer to the last message of a prompt in Qwen3's template."""
     messages = [text for role, text in _MESSAGE.findall(prompt) if role == "user"]
     last = messages[-1] if messages else ""
-    results = _RESULT.findall(last)
-    return answer_to_message(results[-1] if results else last, bool(results), _tool_names(prompt))
+    return answer_to_message(last, _RESULT.findall(last), _tool_names(prompt))
 
 
-def answer_to_message(text: str, is_result: bool, tools: Sequence[str]) -> str:
+def answer_to_message(text: str, results: Sequence[str], tools: Sequence[str]) -> str:
     """Return the answer to a message.
 
     Args:
         text: the text of the message.
-        is_result: whether it is the result of a tool.
+        results: the results of tools, if the message has these.
         tools: the names of the tools.
     """
-    if is_result:
-        return f"The tool says: {text}"
-    if use := _USE.search(text):
-        arguments = {name: json.loads(value) for name, value in _ARGUMENT.findall(use[2])}
-        if use[1] not in tools:
-            return json.dumps(arguments)
-        return f"<tool_call>\n{json.dumps({'name': use[1], 'arguments': arguments})}\n</tool_call>"
+    if results:
+        return f"The tool says: {' '.join(results)}"
+    calls = [
+        {"name": name, "arguments": dict(map(_argument, _ARGUMENT.findall(arguments)))}
+        for name, arguments in _USE.findall(text)
+    ]
+    if calls and calls[0]["name"] not in tools:
+        return json.dumps(calls[0]["arguments"])
+    if calls:
+        return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
     say = _SAY.search(text)
     return say[1] if say else "The text."
+
+
+def _argument(name_and_value: tuple[str, str]) -> tuple[str, Any]:
+    name, value = name_and_value
+    return name, json.loads(value)
 
 
 def _tool_names(prompt: str) -> list[str]:
@@ -85,8 +96,11 @@ class ScriptedEngine(MadeUpEngine):
             return list(prompt)
         return encode_chat(self.tokenizer, prompt, chat_template_kwargs)
 
-    def answer(self, prompt: list[int]) -> str:
-        return answer_to(self.tokenizer.decode(prompt))
+    def answer(self, prompt: list[int], params: SamplingParams) -> str:
+        text = self.tokenizer.decode(prompt)
+        answer = answer_to(text)
+        thinks = params.grammar is None and text.endswith("<|im_start|>assistant\n")
+        return f"<think>\n{THOUGHT}\n</think>\n\n{answer}" if thinks else answer
 
     def compiled_grammar(self, grammar: Grammar) -> CompiledGrammar | None:
         return self._compiler.compiled(grammar, is_bounded=True)
@@ -96,7 +110,7 @@ class ScriptedEngine(MadeUpEngine):
 
     def submit(self, prompt: list[int], params: SamplingParams, **options: Any) -> MadeUpHandle:
         if params.grammar is not None:
-            text = self.answer(prompt)
+            text = self.answer(prompt, params)
             matcher = self.compile_grammar(params.grammar).matcher(stop_token_ids=(0,))
             try:
                 matcher.append(self.tokenizer.encode(text, add_special_tokens=False))

@@ -8,27 +8,30 @@ import pytest
 from tests.clients import programs
 from tests.clients.expectations import NOTES, fault_of
 from tests.clients.programs import Program, UnavailableError
+from tests.clients.scripted import THOUGHT
 
+ANSWERS = [" ".join(parts) for parts in NOTES.answers]
 RUNS = [{"name": name} for name in NOTES.names]
 
 
 @pytest.mark.parametrize(
     ("runs", "answers", "fault"),
     [
-        (RUNS, NOTES.answers, ""),
-        (RUNS[:1], NOTES.answers, "the tool ran with [{'name': 'alpha'}]"),
-        ([*RUNS, RUNS[0]], NOTES.answers, "the tool ran with"),
-        (RUNS, NOTES.answers[:2], "the answers are"),
-        (RUNS, ["", *NOTES.answers[1:]], "the answers are"),
-        (RUNS, ["Sunny.", *NOTES.answers[1:]], "the answers are ['Sunny.'"),
+        (RUNS, ANSWERS, ""),
+        (RUNS[:1], ANSWERS, "the tool ran with [{'name': 'alpha'}]"),
+        ([*RUNS, RUNS[0]], ANSWERS, "the tool ran with"),
+        (RUNS, ANSWERS[:3], "the answers are"),
+        (RUNS, ["", *ANSWERS[1:]], "the answers are"),
+        (RUNS, [THOUGHT + ANSWERS[0], *ANSWERS[1:]], "the answers are"),
+        (RUNS, ["Sunny.", *ANSWERS[1:]], "the answers are ['Sunny.'"),
     ],
 )
 def test_a_conversation_that_went_wrong_is_a_fault(runs: Any, answers: Any, fault: str) -> None:
     conversation = {"runs": runs, "answers": answers}
-    assert fault in fault_of("openai", "chat", conversation)
-    assert bool(fault) == bool(fault_of("openai", "chat", conversation))
-    is_wrong = bool(fault) and "Sunny." not in answers
-    assert is_wrong == bool(fault_of("openai", "chat", conversation, is_model=True))
+    assert fault in fault_of("chat", conversation)
+    assert bool(fault) == bool(fault_of("chat", conversation))
+    is_wrong = bool(fault) and not (len(answers) == len(ANSWERS) and all(answers) and runs == RUNS)
+    assert is_wrong == bool(fault_of("chat", conversation, is_model=True))
 
 
 def test_a_program_that_cannot_be_had_is_unavailable(tmp_path: Path, monkeypatch: Any) -> None:

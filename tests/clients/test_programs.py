@@ -71,7 +71,7 @@ def test_a_program_holds_a_conversation_with_tools(
     faults = [
         fault
         for title, conversation in report.items()
-        if (fault := fault_of(program.name, title, conversation, is_model=bool(MODEL)))
+        if (fault := fault_of(title, conversation, is_model=bool(MODEL)))
     ]
     record_property(
         "conversations", f"{len(report) - len(faults)} of {len(report)}: {'; '.join(report)}"

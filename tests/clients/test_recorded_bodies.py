@@ -57,20 +57,36 @@ def test_what_a_program_sends_is_answered_whole_and_streamed(name: str, service:
 
 def expected_answer(body: dict[str, Any]) -> Answer:
     """Return the answer to the last message of a body, by the rules of the engine."""
-    last = (body.get("messages") or body["input"])[-1]
-    blocks = last.get("content", last.get("output"))
-    if isinstance(blocks, str):
-        text, is_result = blocks, last.get("role") == "tool" or "output" in last
-    else:
-        is_result = blocks[-1]["type"] == "tool_result"
-        inner = blocks[-1]["content"] if is_result else blocks
-        text = inner if isinstance(inner, str) else "\n".join(it["text"] for it in inner)
+    messages = body.get("messages") or body["input"]
+    ended = (position for position, it in enumerate(messages[::-1]) if not results_of(it))
+    since = messages[len(messages) - next(ended, len(messages)) :]
+    results = [result for message in since for result in results_of(message)]
+    text = "" if since else text_of(messages[-1]["content"])
     names = [tool.get("function", tool).get("name", "") for tool in body.get("tools", [])]
-    answer = answer_to_message(text, is_result, names)
+    answer = answer_to_message(text, results, names)
     if not answer.startswith("<tool_call>"):
         return answer, []
-    call = json.loads(answer.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-    return "", [(call["name"], call["arguments"])]
+    calls = [json.loads(line) for line in answer.splitlines() if line.startswith("{")]
+    return "", [(call["name"], call["arguments"]) for call in calls]
+
+
+def results_of(message: dict[str, Any]) -> list[str]:
+    """Return the results of tools in a message of any interface."""
+    if "output" in message:
+        return [text_of(message["output"])]
+    if message.get("role") == "tool":
+        return [text_of(message["content"])]
+    blocks = message.get("content")
+    return [
+        text_of(block["content"])
+        for block in (blocks if isinstance(blocks, list) else [])
+        if block["type"] == "tool_result"
+    ]
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """Return the text of a string or of blocks."""
+    return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
 
 
 # --- chat completions -----------------------------------------------------------------------------
@@ -133,18 +149,19 @@ def whole_message(body: dict[str, Any]) -> Answer:
 
 
 def streamed_message(answer: Any) -> Answer:
-    text, names, arguments = "", [], ""
+    text = ""
+    calls: list[list[str]] = []
     for event in stream(answer):
         if event["type"] == "ping":
             continue
         parsed = as_type(RawMessageStreamEvent, event)
         if parsed.type == "content_block_start" and parsed.content_block.type == "tool_use":
-            names.append(parsed.content_block.name)
+            calls.append([parsed.content_block.name, ""])
         elif parsed.type == "content_block_delta" and parsed.delta.type == "text_delta":
             text += parsed.delta.text
         elif parsed.type == "content_block_delta" and parsed.delta.type == "input_json_delta":
-            arguments += parsed.delta.partial_json
-    return text, [(name, json.loads(arguments)) for name in names]
+            calls[-1][1] += parsed.delta.partial_json
+    return text, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 READERS: dict[str, Any] = {

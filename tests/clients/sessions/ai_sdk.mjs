@@ -1,10 +1,15 @@
 // Hold the conversation with the AI SDK, whose own loop runs the tool.
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, stepCountIs, streamText, tool } from "ai";
+import { generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
-import { address, description, hold, model, readNote, requests, system } from "./common.mjs";
+import { address, description, hold, model, people, readNote, requests, system } from "./common.mjs";
 
-const provider = createOpenAICompatible({ name: "specjax", baseURL: `${address}/v1`, includeUsage: true });
+const provider = createOpenAICompatible({
+  name: "specjax",
+  baseURL: `${address}/v1`,
+  includeUsage: true,
+  supportsStructuredOutputs: true,
+});
 const tools = {
   read_note: tool({
     description,
@@ -37,4 +42,20 @@ async function streamed(fields) {
   return result;
 }
 
-await hold({ generateText: () => chat(generateText), streamText: () => chat(streamed) });
+async function typed(ask) {
+  const output = Output.object({ schema: z.object({ name: z.string(), age: z.number() }) });
+  const answers = [];
+  for (const prompt of people) {
+    const result = await ask({ model: provider(model), prompt, output, maxRetries: 0 });
+    const { name, age } = await result.output;
+    answers.push(`${name}, ${age}`);
+  }
+  return answers;
+}
+
+await hold({
+  generateText: () => chat(generateText),
+  streamText: () => chat(streamed),
+  people: () => typed(generateText),
+  "people, streamed": () => typed(streamed),
+});

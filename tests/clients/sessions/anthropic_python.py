@@ -3,7 +3,18 @@
 from typing import Any
 
 from anthropic import Anthropic, beta_tool
-from common import ADDRESS, DESCRIPTION, MODEL, PARAMETERS, REQUESTS, SYSTEM, hold, read_note
+from common import (
+    ADDRESS,
+    DESCRIPTION,
+    MODEL,
+    PARAMETERS,
+    PEOPLE,
+    REQUESTS,
+    SYSTEM,
+    hold,
+    read_note,
+)
+from pydantic import BaseModel
 
 CLIENT = Anthropic(base_url=ADDRESS, api_key="none", max_retries=0)
 FIELDS: Any = {"model": MODEL, "max_tokens": 512, "system": SYSTEM}
@@ -58,6 +69,31 @@ def by_runner(is_streamed: bool) -> list[str]:
     return answers
 
 
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+def people(is_streamed: bool) -> list[str]:
+    """Return the names and ages of answers of a type."""
+    messages: list[Any] = []
+    answers = []
+    for request in PEOPLE:
+        messages.append({"role": "user", "content": request})
+        fields: Any = {"model": MODEL, "max_tokens": 512, "output_format": Person}
+        if is_streamed:
+            with CLIENT.messages.stream(messages=messages, **fields) as stream:
+                message = stream.get_final_message()
+        else:
+            message = CLIENT.messages.parse(messages=messages, **fields)
+        messages.append({"role": "assistant", "content": message.content})
+        person = message.parsed_output
+        answers.append(f"{person.name}, {person.age}")
+    return answers
+
+
 def text_of(message: Any) -> str:
     """Return the text of a message."""
     return "".join(block.text for block in message.content if block.type == "text")
@@ -69,5 +105,7 @@ hold(
         "messages, streamed": lambda: by_hand(True),
         "tool runner": lambda: by_runner(False),
         "tool runner, streamed": lambda: by_runner(True),
+        "people": lambda: people(False),
+        "people, streamed": lambda: people(True),
     }
 )

@@ -10,20 +10,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from common import ADDRESS, MODEL, NOTES, hold_with_runs
+from common import ADDRESS, MODEL, NOTES, REQUESTS, hold_with_runs
 
-REQUESTS = [
-    'Use exec_command with cmd "cat alpha.txt".',
-    'Use exec_command with cmd "cat beta.txt".',
-    'Say "Goodbye for now.".',
-]
+_READ = re.compile(r'read_note with name "(\w+)"')
 _SERVER = f'{{name="local", base_url="{ADDRESS}/v1", wire_api="responses"}}'
 _OPTIONS = ["--json", "--skip-git-repo-check", "-s", "read-only", "-m", MODEL]
 _OPTIONS += ["-c", 'model_provider="local"', "-c", f"model_providers.local={_SERVER}"]
 
 
 def _turn(request: str, is_first: bool, folder: Path) -> list[dict[str, Any]]:
-    """Send a request, and return the items that Codex reports."""
+    """Send a request, and return the items that Codex reports, in the order of their beginning."""
     resume = [] if is_first else ["resume", "--last"]
     done = subprocess.run(
         ["codex", "exec", *_OPTIONS, *resume, request],
@@ -35,7 +31,8 @@ def _turn(request: str, is_first: bool, folder: Path) -> list[dict[str, Any]]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
-    return [event["item"] for event in events if event["type"] == "item.completed"]
+    items = [event["item"] for event in events if event["type"] == "item.completed"]
+    return sorted(items, key=lambda item: int(item["id"].removeprefix("item_")))
 
 
 def conversation() -> tuple[list[dict[str, str]], list[str]]:
@@ -46,7 +43,9 @@ def conversation() -> tuple[list[dict[str, str]], list[str]]:
         (folder / f"{name}.txt").write_text(note)
     runs, answers = [], []
     for number, request in enumerate(REQUESTS):
-        items = _turn(request, number == 0, folder)
+        items = _turn(
+            _READ.sub(r'exec_command with cmd "cat \1.txt"', request), number == 0, folder
+        )
         for item in items:
             if item["type"] == "command_execution":
                 command = re.search(r"-lc '?cat (\w+)\.txt'?$", item["command"])

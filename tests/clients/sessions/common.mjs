@@ -3,7 +3,7 @@ import { readFileSync } from "node:fs";
 
 export const [address, model] = process.argv.slice(2);
 const conversation = JSON.parse(readFileSync(new URL("conversation.json", import.meta.url)));
-export const { system, requests, notes } = conversation;
+export const { system, requests, notes, people } = conversation;
 export const description = "Read the note with a name.";
 export const parameters = {
   type: "object",

@@ -1,7 +1,9 @@
 """The conversation that every program holds, and its tool.
 
 A program runs in an environment of its own, with this folder as the place of its modules. It prints
-one JSON object: for each conversation the arguments of the tool's runs, and the answers.
+one JSON object: for each conversation the arguments of the tool's runs, and the answers. Where a
+program can ask for answers of a type, it also asks for two people, without the tool; the titles of
+these conversations begin with "people".
 """
 
 import json
@@ -14,6 +16,7 @@ ADDRESS, MODEL = sys.argv[1:3]
 _CONVERSATION = json.loads((Path(__file__).parent / "conversation.json").read_text())
 SYSTEM: str = _CONVERSATION["system"]
 REQUESTS: list[str] = _CONVERSATION["requests"]
+PEOPLE: list[str] = _CONVERSATION["people"]
 NOTES: dict[str, str] = _CONVERSATION["notes"]
 
 DESCRIPTION = "Read the note with a name."

@@ -14,7 +14,9 @@ FUNCTION = {"name": "read_note", "description": DESCRIPTION, "parameters": PARAM
 def measure(backend: str) -> tuple[list[Any], list[str]]:
     """Return the arguments of the calls and the texts of the answers."""
     row: dict[str, Any] = {}
-    for turn, (request, note) in enumerate(zip(REQUESTS, [*NOTES.values(), None], strict=True)):
+    for turn, (request, note) in enumerate(
+        zip([*REQUESTS[:2], REQUESTS[-1]], [*NOTES.values(), None], strict=True)
+    ):
         row[f"prompt_{turn}"] = request
         if note:
             row[f"tools_{turn}"] = json.dumps([{"type": "function", "function": FUNCTION}])
@@ -38,4 +40,4 @@ def measure(backend: str) -> tuple[list[Any], list[str]]:
     return runs, answers
 
 
-hold_with_runs({"chat": lambda: measure("request_format=/v1/chat/completions")})
+hold_with_runs({"one by one, chat": lambda: measure("request_format=/v1/chat/completions")})

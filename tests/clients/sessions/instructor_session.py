@@ -4,14 +4,10 @@ from collections.abc import Callable
 from functools import partial
 
 import instructor
-from common import ADDRESS, MODEL, hold
+from common import ADDRESS, MODEL, PEOPLE, hold
 from openai import OpenAI
 from pydantic import BaseModel
 
-REQUESTS = [
-    'Use Person with name "Ada" and age 36.',
-    'Use Person with name "Bob" and age 7.',
-]
 MODES = {
     "a JSON schema": instructor.Mode.JSON_SCHEMA,
     "JSON": instructor.Mode.JSON,
@@ -30,7 +26,7 @@ def conversation(mode: instructor.Mode, is_streamed: bool) -> list[str]:
     """Return the names and ages of the answers."""
     client = instructor.from_openai(OpenAI(base_url=f"{ADDRESS}/v1", api_key="none"), mode=mode)
     messages, answers = [], []
-    for request in REQUESTS:
+    for request in PEOPLE:
         messages.append({"role": "user", "content": request})
         fields = {"model": MODEL, "messages": [*messages], "max_retries": 0, "max_tokens": 512}
         if is_streamed:
@@ -44,6 +40,6 @@ def conversation(mode: instructor.Mode, is_streamed: bool) -> list[str]:
 
 conversations: dict[str, Callable[[], list[str]]] = {}
 for title, mode in MODES.items():
-    conversations[title] = partial(conversation, mode, False)
-    conversations[f"{title}, streamed"] = partial(conversation, mode, True)
+    conversations[f"people, {title}"] = partial(conversation, mode, False)
+    conversations[f"people, {title}, streamed"] = partial(conversation, mode, True)
 hold(conversations)

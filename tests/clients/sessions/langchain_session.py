@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from common import ADDRESS, MODEL, REQUESTS, SYSTEM, hold, read_note
+from common import ADDRESS, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
 
 TOOL = tool(read_note)
 
@@ -35,11 +36,32 @@ def conversation(is_streamed: bool, **options: Any) -> list[str]:
     return answers
 
 
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+def people(method: Any, **options: Any) -> list[str]:
+    """Return the names and ages of answers of a type."""
+    chat = ChatOpenAI(
+        model=MODEL, base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0, **options
+    )
+    persons = [
+        chat.with_structured_output(Person, method=method).invoke(request) for request in PEOPLE
+    ]
+    return [f"{person.name}, {person.age}" for person in persons]
+
+
 hold(
     {
         "chat": lambda: conversation(False),
         "chat, streamed": lambda: conversation(True),
         "responses": lambda: conversation(False, use_responses_api=True),
         "responses, streamed": lambda: conversation(True, use_responses_api=True),
+        "people, a JSON schema": lambda: people("json_schema"),
+        "people, JSON": lambda: people("json_mode"),
+        "people, responses": lambda: people("json_schema", use_responses_api=True),
     }
 )

@@ -4,7 +4,18 @@ import json
 from typing import Any
 
 import litellm
-from common import ADDRESS, DESCRIPTION, MODEL, PARAMETERS, REQUESTS, SYSTEM, hold, read_note
+from common import (
+    ADDRESS,
+    DESCRIPTION,
+    MODEL,
+    PARAMETERS,
+    PEOPLE,
+    REQUESTS,
+    SYSTEM,
+    hold,
+    read_note,
+)
+from pydantic import BaseModel
 
 TOOL = {
     "type": "function",
@@ -41,6 +52,28 @@ def conversation(provider: str, base: str, is_streamed: bool) -> list[str]:
     return answers
 
 
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+def people() -> list[str]:
+    """Return the names and ages of answers of a type."""
+    answers = []
+    for request in PEOPLE:
+        answer = litellm.completion(
+            model=f"hosted_vllm/{MODEL}",
+            api_base=f"{ADDRESS}/v1",
+            messages=[{"role": "user", "content": request}],
+            response_format=Person,
+        )
+        person = Person.model_validate_json(answer.choices[0].message.content)
+        answers.append(f"{person.name}, {person.age}")
+    return answers
+
+
 hold(
     {
         "chat": lambda: conversation("openai", f"{ADDRESS}/v1", False),
@@ -48,5 +81,6 @@ hold(
         "hosted_vllm": lambda: conversation("hosted_vllm", f"{ADDRESS}/v1", True),
         "messages": lambda: conversation("anthropic", ADDRESS, False),
         "messages, streamed": lambda: conversation("anthropic", ADDRESS, True),
+        "people": people,
     }
 )

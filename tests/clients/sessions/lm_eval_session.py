@@ -18,7 +18,7 @@ output_type: generate_until
 doc_to_text: "{{request}}"
 doc_to_target: "{{word}}"
 fewshot_config: {sampler: first_n}
-generation_kwargs: {until: ["END"], max_gen_toks: 32, temperature: 0.0}
+generation_kwargs: {until: ["END"], max_gen_toks: 256, temperature: 0.0}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 metadata: {version: 1.0}
 """
@@ -47,4 +47,4 @@ def ask(concurrent: int) -> list[str]:
     return [sample["filtered_resps"][0] for sample in evaluation["samples"]["words"]]
 
 
-hold({"one at a time": lambda: ask(1), "three at a time": lambda: ask(3)})
+hold({"words, one at a time": lambda: ask(1), "words, three at a time": lambda: ask(3)})

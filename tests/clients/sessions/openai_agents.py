@@ -11,8 +11,9 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from common import ADDRESS, MODEL, REQUESTS, SYSTEM, hold, read_note
+from common import ADDRESS, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 
 def client() -> AsyncOpenAI:
@@ -45,6 +46,23 @@ def responses(is_streamed: bool) -> list[str]:
     return asyncio.run(_conversation(OpenAIResponsesModel(MODEL, client()), is_streamed))
 
 
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+async def _people(model: Model) -> list[str]:
+    agent = Agent(name="Reader", model=model, output_type=Person)
+    items, answers = [], []
+    for request in PEOPLE:
+        result = await Runner.run(agent, [*items, {"role": "user", "content": request}])
+        items = result.to_input_list()
+        answers.append(f"{result.final_output.name}, {result.final_output.age}")
+    return answers
+
+
 set_tracing_disabled(True)
 hold(
     {
@@ -52,5 +70,7 @@ hold(
         "chat, streamed": lambda: chat(True),
         "responses": lambda: responses(False),
         "responses, streamed": lambda: responses(True),
+        "people, chat": lambda: asyncio.run(_people(OpenAIChatCompletionsModel(MODEL, client()))),
+        "people, responses": lambda: asyncio.run(_people(OpenAIResponsesModel(MODEL, client()))),
     }
 )

@@ -3,8 +3,19 @@
 import json
 from typing import Any
 
-from common import ADDRESS, DESCRIPTION, MODEL, PARAMETERS, REQUESTS, SYSTEM, hold, read_note
+from common import (
+    ADDRESS,
+    DESCRIPTION,
+    MODEL,
+    PARAMETERS,
+    PEOPLE,
+    REQUESTS,
+    SYSTEM,
+    hold,
+    read_note,
+)
 from openai import OpenAI
+from pydantic import BaseModel
 
 CLIENT = OpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
 FUNCTION = {"name": "read_note", "description": DESCRIPTION, "parameters": PARAMETERS}
@@ -67,6 +78,43 @@ def responses(is_streamed: bool, is_stored: bool) -> list[str]:
     return answers
 
 
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+def people_by_chat(is_streamed: bool) -> list[str]:
+    """Return the names and ages of answers of a type, by chat completions."""
+    messages: list[Any] = []
+    answers = []
+    for request in PEOPLE:
+        messages.append({"role": "user", "content": request})
+        fields: Any = {"model": MODEL, "messages": messages, "response_format": Person}
+        if is_streamed:
+            with CLIENT.chat.completions.stream(**fields) as stream:
+                message = stream.get_final_completion().choices[0].message
+        else:
+            message = CLIENT.chat.completions.parse(**fields).choices[0].message
+        messages.append(message)
+        answers.append(f"{message.parsed.name}, {message.parsed.age}")
+    return answers
+
+
+def people_by_responses() -> list[str]:
+    """Return the names and ages of answers of a type, by responses."""
+    items: list[Any] = []
+    answers = []
+    for request in PEOPLE:
+        items.append({"role": "user", "content": request})
+        response = CLIENT.responses.parse(model=MODEL, input=items, text_format=Person)
+        items += response.output
+        person = response.output_parsed
+        answers.append(f"{person.name}, {person.age}")
+    return answers
+
+
 hold(
     {
         "chat": lambda: chat(False),
@@ -75,5 +123,8 @@ hold(
         "responses, streamed": lambda: responses(True, False),
         "responses, stored": lambda: responses(False, True),
         "responses, stored, streamed": lambda: responses(True, True),
+        "people, chat": lambda: people_by_chat(False),
+        "people, chat, streamed": lambda: people_by_chat(True),
+        "people, responses": people_by_responses,
     }
 )

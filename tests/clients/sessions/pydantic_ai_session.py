@@ -4,9 +4,10 @@ import asyncio
 from typing import Any
 
 from anthropic import AsyncAnthropic
-from common import ADDRESS, MODEL, REQUESTS, SYSTEM, hold, read_note
+from common import ADDRESS, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note
 from openai import AsyncOpenAI
-from pydantic_ai import Agent
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput, PromptedOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
@@ -28,12 +29,38 @@ async def _conversation(model: Any, is_streamed: bool) -> list[str]:
     return answers
 
 
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+async def _people(model: Any, output: Any) -> list[str]:
+    agent = Agent(model, output_type=output)
+    history: Any = []
+    answers = []
+    for request in PEOPLE:
+        result = await agent.run(request, message_history=history)
+        history = result.all_messages()
+        answers.append(f"{result.output.name}, {result.output.age}")
+    return answers
+
+
 def by_openai(kind: Any, is_streamed: bool) -> list[str]:
     """Return the answers by a model of OpenAI's interfaces."""
+    return asyncio.run(_conversation(openai_model(kind), is_streamed))
+
+
+def openai_model(kind: Any) -> Any:
+    """Return a model of one of OpenAI's interfaces."""
     client = AsyncOpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
-    return asyncio.run(
-        _conversation(kind(MODEL, provider=OpenAIProvider(openai_client=client)), is_streamed)
-    )
+    return kind(MODEL, provider=OpenAIProvider(openai_client=client))
+
+
+def people(kind: Any, output: Any) -> list[str]:
+    """Return the names and ages of answers of a type."""
+    return asyncio.run(_people(openai_model(kind), output))
 
 
 def by_anthropic(is_streamed: bool) -> list[str]:
@@ -51,5 +78,8 @@ hold(
         "responses, streamed": lambda: by_openai(OpenAIResponsesModel, True),
         "messages": lambda: by_anthropic(False),
         "messages, streamed": lambda: by_anthropic(True),
+        "people, chat": lambda: people(OpenAIChatModel, NativeOutput(Person)),
+        "people, chat, prompted": lambda: people(OpenAIChatModel, PromptedOutput(Person)),
+        "people, responses": lambda: people(OpenAIResponsesModel, NativeOutput(Person)),
     }
 )

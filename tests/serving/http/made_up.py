@@ -197,7 +197,7 @@ class MadeUpEngine:
         ):
             raise QueueFullError("as many requests wait as may")
         settings = {"logprobs": None, "prediction": None, "spans": False, **vars(params), **options}
-        text = characters(self.answer(prompt))
+        text = characters(self.answer(prompt, params))
         endless = text if self.ends else itertools.cycle(text)
         tokens = itertools.islice(endless, params.max_new_tokens)
         pieces = [self._piece(token, settings) for token in tokens]
@@ -212,8 +212,8 @@ class MadeUpEngine:
         self.submitted.append(handle)
         return handle
 
-    def answer(self, prompt: list[int]) -> str:
-        """Return the text after a prompt."""
+    def answer(self, prompt: list[int], params: SamplingParams) -> str:
+        """Return the text of a request."""
         return self.text
 
     @staticmethod
