@@ -19,7 +19,7 @@ _OPTIONS += ["-c", 'model_provider="local"', "-c", f"model_providers.local={_SER
 
 
 def _turn(request: str, is_first: bool, folder: Path) -> list[dict[str, Any]]:
-    """Send a request, and return the items that Codex reports, in the order of their beginning."""
+    """Send a request, and return the items that Codex reports."""
     resume = [] if is_first else ["resume", "--last"]
     done = subprocess.run(
         ["codex", "exec", *_OPTIONS, *resume, request],
@@ -31,8 +31,7 @@ def _turn(request: str, is_first: bool, folder: Path) -> list[dict[str, Any]]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
-    items = [event["item"] for event in events if event["type"] == "item.completed"]
-    return sorted(items, key=lambda item: int(item["id"].removeprefix("item_")))
+    return [event["item"] for event in events if event["type"] == "item.completed"]
 
 
 def conversation() -> tuple[list[dict[str, str]], list[str]]:
@@ -46,12 +45,14 @@ def conversation() -> tuple[list[dict[str, str]], list[str]]:
         items = _turn(
             _READ.sub(r'exec_command with cmd "cat \1.txt"', request), number == 0, folder
         )
+        names = []
         for item in items:
             if item["type"] == "command_execution":
                 command = re.search(r"-lc '?cat (\w+)\.txt'?$", item["command"])
                 name = command[1] if command else item["command"]
                 assert item["aggregated_output"] == NOTES.get(name), item
-                runs.append({"name": name})
+                names.append(name)
+        runs += [{"name": name} for name in sorted(names)]  # they run at the same time
         answers.append([item["text"] for item in items if item["type"] == "agent_message"][-1])
     return runs, answers
 
