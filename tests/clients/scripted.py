@@ -8,7 +8,7 @@ The rules look at the last message of the prompt:
 - After `Say "Hello".` it writes what is to be said.
 - After a tool's result it writes `The tool says: ` and the result.
 
-It thinks before, unless the request has a grammar or the prompt has ended the thought.
+It thinks before, unless the prompt has ended the thought.
 """
 
 import json
@@ -99,7 +99,7 @@ class ScriptedEngine(MadeUpEngine):
     def answer(self, prompt: list[int], params: SamplingParams) -> str:
         text = self.tokenizer.decode(prompt)
         answer = answer_to(text)
-        thinks = params.grammar is None and text.endswith("<|im_start|>assistant\n")
+        thinks = text.endswith("<|im_start|>assistant\n")
         return f"<think>\n{THOUGHT}\n</think>\n\n{answer}" if thinks else answer
 
     def compiled_grammar(self, grammar: Grammar) -> CompiledGrammar | None:

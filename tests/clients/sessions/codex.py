@@ -45,14 +45,12 @@ def conversation() -> tuple[list[dict[str, str]], list[str]]:
         items = _turn(
             _READ.sub(r'exec_command with cmd "cat \1.txt"', request), number == 0, folder
         )
-        names = []
         for item in items:
             if item["type"] == "command_execution":
                 command = re.search(r"-lc '?cat (\w+)\.txt'?$", item["command"])
                 name = command[1] if command else item["command"]
                 assert item["aggregated_output"] == NOTES.get(name), item
-                names.append(name)
-        runs += [{"name": name} for name in sorted(names)]  # they run at the same time
+                runs.append({"name": name})
         answers.append([item["text"] for item in items if item["type"] == "agent_message"][-1])
     return runs, answers
 
