@@ -5,6 +5,7 @@ from typing import Any
 
 from specjax.chat.call_syntax import CallSyntax, ThoughtSyntax
 from specjax.chat.tagged_arguments import any_tagged_arguments, tagged_arguments
+from specjax.chat.unquoted_arguments import unquoted_arguments
 from specjax.errors import InputError
 from specjax.grammars import Grammar, JsonObject, JsonSchema
 from specjax.grammars.grammar import check_grammar
@@ -126,6 +127,8 @@ def arguments_node(syntax: CallSyntax, schema: Mapping[str, Any] | None) -> Node
         raise InputError(f"schema.type={schema['type']!r}: arguments are an object; give 'object'")
     if syntax.arguments == "xml":
         return any_tagged_arguments() if schema is None else tagged_arguments(schema)
+    if syntax.arguments == "gemma":
+        return unquoted_arguments(schema)
     grammar = JsonObject() if schema is None else JsonSchema(_closed(schema))
     return node_of_source(grammar.source)
 

@@ -28,7 +28,8 @@ class CallSyntax:
         trigger: the text with which ``first`` or ``begin`` starts, and after which nothing but a
             call comes in free text; empty: the begin of a call may also be text.
         arguments: "json"; or "xml" for a tag ``<parameter=KEY>`` around each argument, in which
-            strings are written as they are, and other values as JSON.
+            strings are written as they are, and other values as JSON; or "gemma" for its notation,
+            see `specjax.chat.unquoted_arguments`.
 
     Examples:
         >>> from specjax.chat import CallSyntax
@@ -42,7 +43,7 @@ class CallSyntax:
     between: str | None = None
     last: str = ""
     trigger: str = ""
-    arguments: Literal["json", "xml"] = "json"
+    arguments: Literal["json", "xml", "gemma"] = "json"
 
     def before(self, name: str) -> str:
         """Return the text before the arguments of a call of a tool."""

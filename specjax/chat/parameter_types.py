@@ -9,6 +9,11 @@ MAX_STEPS = 500
 MAX_NESTED = 30
 """The number of schemas that may refer to one another in a row."""
 
+ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "example", "deprecated", "$comment", "$schema")
+)
+"""The keywords of a schema that restrict no value."""
+
 _KINDS: tuple[tuple[type, str], ...] = (
     (bool, "boolean"),
     (int, "integer"),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.chat.parameter_types import resolved
+from specjax.chat.parameter_types import ANNOTATIONS, resolved
 from specjax.errors import InputError
 from specjax.grammars import JsonSchema
 from specjax.grammars.structure import Node, node_of_source
@@ -19,10 +19,6 @@ _CALL_END = "</tool_call>"
 """What a string cannot hold, because it would end the call."""
 
 _KEY = r"[^<>\n]{1,64}"
-
-_ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "example", "deprecated", "$comment", "$schema")
-)
 
 _MAX_NESTED = 16
 """The number of unions and references within one another in the schema of an argument."""
@@ -59,7 +55,7 @@ def tagged_arguments(schema: Mapping[str, Any]) -> Node:
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
         raise InputError("schema: properties must be an object, and required a list")
-    if unsupported := sorted(set(schema) - _OF_ARGUMENTS - _ANNOTATIONS):
+    if unsupported := sorted(set(schema) - _OF_ARGUMENTS - ANNOTATIONS):
         raise InputError(
             f"schema.{unsupported[0]}: not supported for arguments in tags; leave it out"
         )
@@ -98,11 +94,11 @@ class _Arguments:
         """Return the ways to write a value, each with the tag behind it."""
         if depth > _MAX_NESTED:
             raise InputError(f"{place}: it is nested too deeply; use fewer levels")
-        if schema is True or (isinstance(schema, Mapping) and not set(schema) - _ANNOTATIONS):
+        if schema is True or (isinstance(schema, Mapping) and not set(schema) - ANNOTATIONS):
             return [_all(*_free_string())]  # what may be anything is read as a string
         if not isinstance(schema, Mapping):
             raise InputError(f"{place}={schema!r}: not supported; give an object")
-        content = {key: part for key, part in schema.items() if key not in _ANNOTATIONS}
+        content = {key: part for key, part in schema.items() if key not in ANNOTATIONS}
         if set(content) == {"$ref"}:
             return self._ways(resolved(self._root, content["$ref"]), place, depth + 1)
         for union in ("anyOf", "oneOf"):

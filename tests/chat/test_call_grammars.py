@@ -35,7 +35,7 @@ _LIST, _LIST_END = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls�
 TAGS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
     *("<|tool_call|>", "<|/tool_call|>", "<|channel|>", "<|message|>", "<|constrain|>"),
-    *("<|start|>", "<|end|>", _LIST, _LIST_END),
+    *("<|start|>", "<|end|>", _LIST, _LIST_END, "<|tool_call>", "<tool_call|>", '<|"|>'),
     *(f"<{_BAR}tool▁{name}{_BAR}>" for name in ("call▁begin", "sep", "call▁end")),
 )
 SCHEMA: dict[str, Any] = {
@@ -63,6 +63,22 @@ SHORT: dict[str, Any] = {
     "properties": {"is_fast": {"type": "boolean"}},
     "required": ["is_fast"],
     "additionalProperties": False,
+}
+DEEP: dict[str, Any] = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "hours": {"type": "array", "items": {"type": "number"}, "minItems": 1},
+        "is_short": {"type": ["boolean", "null"]},
+        "limits": {
+            "type": "object",
+            "properties": {
+                "low": {"type": "number"},
+                "nested": {"properties": {"keys": {"type": "array"}, "more": {}}},
+            },
+            "required": ["nested"],
+        },
+    }
 }
 SCHEMAS = {"get_weather": SCHEMA, "run-code.v2": SHORT}
 TOOLS = [
@@ -175,7 +191,9 @@ def test_what_a_template_writes_is_legal(
     text = as_models_write(published, text)
     begin = family.form.after_anchor(prompt)
     thought = family.syntax.thought_after(begin, template(published.template))
-    tools = {call.name: None for call in answer.tool_calls}
+    # Any arguments have few levels in Gemma's notation.
+    schemas = {"get_weather": DEEP} if family.name == "gemma4" else {}
+    tools = {call.name: schemas.get(call.name) for call in answer.tool_calls}
     grammar = ToolCalls(family.syntax.calls, tools, thought, required=required)
     tokens, matcher = ids_of(tokenizer, text), matcher_of(compiler, grammar)
     count = matcher.count_legal(tokens)
@@ -276,6 +294,44 @@ def test_where_a_thought_may_come(begin: str, template: str, is_open: bool | Non
     syntax = AnswerSyntax(thought=ThoughtSyntax("<think>", "</think>"))
     thought = syntax.thought_after(begin, template)
     assert (None if thought is None else thought.is_open) == is_open
+
+
+GEMMA: Any = next(family.syntax.calls for family in families() if family.name == "gemma4")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_legal"),
+    [
+        ("{}", False),
+        ("{b:1}", True),
+        ('{a:<|"|>x y<|"|>,b:1}', True),
+        ('{a:<|"|>x y z<|"|>,b:1}', False),
+        ('{b:1,c:[<|"|>p<|"|>,null]}', True),
+        ('{b:1,c:[<|"|>q<|"|>]}', False),
+        ("{b:1,c:[]}", True),
+        ("{b:1,c:[null,null,null]}", False),
+        ("{b:1,a:1}", False),
+        ('{b:1,d:{x:[true,<|"|><|"|>]}}', True),
+        ('{b:1,e:<|"|>\n</code> "quoted"\n<|"|>}', True),
+        ('{b:1,e:<|"|><tool_call|><|"|>}', False),
+        ("{b:1,}", False),
+    ],
+)
+def test_arguments_in_gemma_s_notation(text: str, is_legal: bool, tokenizer, compiler) -> None:
+    words = {"enum": ["p", None]}
+    schema = {
+        "properties": {
+            "a": {"type": "string", "maxLength": 3},
+            "b": {"anyOf": [{"type": "integer"}, {"type": "boolean"}]},
+            "c": {"type": "array", "items": words, "maxItems": 2},
+            "d": {"type": "object"},
+            "e": {"type": "string", "nullable": True},
+        },
+        "required": ["b"],
+    }
+    whole = f"<|tool_call>call:f{text}<tool_call|>"
+    grammar = ToolCalls(GEMMA, {"f": schema})
+    assert legal_count(compiler, tokenizer, grammar, whole) == (is_legal, is_legal)
 
 
 TAGGED: Any = next(family.syntax.calls for family in families() if family.name == "qwen3_5")

@@ -1,0 +1,209 @@
+"""The grammar of arguments in Gemma 4's notation: JSON with bare keys and its own quotes.
+
+An example is ``{city:<|"|>Oslo<|"|>,days:3}``. Keys are sorted, as the chat template writes them.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specjax.chat.parameter_types import ANNOTATIONS, resolved
+from specjax.errors import InputError
+from specjax.grammars import JsonSchema
+from specjax.grammars.structure import Node, node_of_source
+
+_QUOTE = '<|"|>'
+_CALL_END = "<tool_call|>"
+"""What a string cannot hold, because it would end the call."""
+
+_KEY = r"[A-Za-z0-9_.\-]{1,64}"
+_MAX_NESTED = 16
+_MAX_KEYS = 40
+_SCALARS = ("integer", "number", "boolean", "null")
+_OF_OBJECTS = frozenset(
+    ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
+)
+
+
+def unquoted_arguments(schema: Mapping[str, Any] | None) -> Node:
+    """Return the node of the arguments of a schema; None: of any arguments, of two levels at most.
+
+    Raises:
+        InputError: a part of the schema is not supported.
+
+    Examples:
+        >>> from specjax.chat.unquoted_arguments import unquoted_arguments
+        >>> unquoted_arguments({"properties": {}})
+        {'text': '{}'}
+    """
+    if schema is None:
+        return _any_object()
+    return _Values(schema).object(schema, "schema", 0)
+
+
+class _Values:
+    """The writer of the values of one schema."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+
+    def node(self, schema: Any, place: str, depth: int) -> Node:
+        """Return the node of a value."""
+        if depth > _MAX_NESTED:
+            raise InputError(f"{place}: it is nested too deeply; use fewer levels")
+        if schema is not True and not isinstance(schema, Mapping):
+            raise InputError(f"{place}={schema!r}: not supported; give an object")
+        content = (
+            {} if schema is True else {k: v for k, v in schema.items() if k not in ANNOTATIONS}
+        )
+        if not content:
+            return _any_value()
+        if (parts := self._alternatives(content)) is not None:
+            return {"any": [self.node(part, place, depth + 1) for part in parts]}
+        values = content.get("enum", [content["const"]] if "const" in content else None)
+        if isinstance(values, list) and values:
+            return {"any": [_constant(value, place) for value in values]}
+        kind = content.get("type", "object" if "properties" in content else None)
+        if kind == "string":
+            return _string(content, place)
+        if kind == "array":
+            return self._array(content, place, depth)
+        if kind == "object":
+            return self.object(content, place, depth)
+        if kind in _SCALARS:
+            return _json(content)
+        raise InputError(f"{place}.type={kind!r}: not supported for this model; state one type")
+
+    def _alternatives(self, content: Mapping[str, Any]) -> list[Any] | None:
+        """Return the schemas of which a value satisfies one; None if there is but this one."""
+        if set(content) == {"$ref"}:
+            return [resolved(self._root, content["$ref"])]
+        for union in ("anyOf", "oneOf"):
+            if set(content) == {union} and isinstance(content[union], list) and content[union]:
+                return content[union]
+        if content.get("nullable") is True:
+            rest = {key: part for key, part in content.items() if key != "nullable"}
+            return [rest, {"type": "null"}]
+        if isinstance(content.get("type"), list) and content["type"]:
+            return [{**content, "type": kind} for kind in content["type"]]
+        return None
+
+    def object(self, schema: Mapping[str, Any], place: str, depth: int) -> Node:
+        """Return the node of an object with the declared keys."""
+        unsupported = sorted(set(schema) - _OF_OBJECTS - ANNOTATIONS)
+        if unsupported:
+            raise InputError(
+                f"{place}.{unsupported[0]}: not supported for this model; leave it out"
+            )
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
+            raise InputError(f"{place}: properties must be an object, and required a list")
+        if not properties and depth and schema.get("additionalProperties") is not False:
+            return _any_object()
+        if len(properties) > _MAX_KEYS:
+            raise InputError(f"{place}.properties: there are {len(properties)}; use {_MAX_KEYS}")
+        if missing := [name for name in required if name not in properties]:
+            raise InputError(f"{place}.required: {missing[0]!r} is not in properties; add it there")
+        pairs: list[Node] = []
+        for key in sorted(properties):
+            if not re.fullmatch(_KEY, key):
+                raise InputError(f"{place}.properties: {key!r} needs quotes; rename it")
+            value = self.node(properties[key], f"{place}.properties.{key}", depth + 1)
+            pairs.append(_all(_text(f"{key}:"), value))
+        is_required = [key in required for key in sorted(properties)]
+        return _all(_text("{"), _listed(pairs, is_required), _text("}")) if pairs else _text("{}")
+
+    def _array(self, schema: Mapping[str, Any], place: str, depth: int) -> Node:
+        if unsupported := sorted(set(schema) - {"type", "items", "minItems", "maxItems"}):
+            raise InputError(
+                f"{place}.{unsupported[0]}: not supported for this model; leave it out"
+            )
+        item = self.node(schema.get("items", True), f"{place}.items", depth + 1)
+        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        if most == 0:
+            return _text("[]")
+        more = {
+            "repeat": _all(_text(","), item),
+            "min": max(0, least - 1),
+            "max": None if most is None else int(most) - 1,
+        }
+        some = _all(item, more)
+        items = some if least else {"repeat": some, "min": 0, "max": 1}
+        return _all(_text("["), items, _text("]"))
+
+
+def _unsupported(place: str) -> InputError:
+    return InputError(f"{place}: not supported in arguments for this model; leave it out")
+
+
+def _listed(pairs: Sequence[Node], is_required: Sequence[bool]) -> Node:
+    """Return pairs with commas between those that are there."""
+
+    def rest(start: int) -> list[Node]:
+        return [
+            {"repeat": _all(_text(","), pair), "min": int(needed), "max": 1}
+            for pair, needed in zip(pairs[start:], is_required[start:], strict=True)
+        ]
+
+    ways: list[Node] = []
+    for index, pair in enumerate(pairs):
+        ways.append(_all(pair, *rest(index + 1)))
+        if is_required[index]:
+            return {"any": ways}
+    return {"any": [*ways, _text("")]}
+
+
+def _string(schema: Mapping[str, Any], place: str) -> Node:
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if unsupported := sorted(set(schema) - {"type", "minLength", "maxLength"}):
+        raise _unsupported(f"{place}.{unsupported[0]}")
+    if not least and most is None:
+        return _all(_text(_QUOTE), {"free": {"excludes": [_CALL_END]}}, _text(_QUOTE))
+    bounds = f"{{{int(least)},{'' if most is None else int(most)}}}"
+    excluded = '(<\\|"\\|>|<tool_call\\|>)'
+    terminal = f"(/(?s:.){bounds}/ & ~/(?s:.*){excluded}(?s:.*)/)"
+    return _all(_text(_QUOTE), {"regex": terminal}, _text(_QUOTE))
+
+
+def _constant(value: Any, place: str) -> Node:
+    if isinstance(value, str):
+        if _QUOTE in value or _CALL_END in value:
+            raise InputError(f"{place}: {value!r} would end the string; rename it")
+        return _text(f"{_QUOTE}{value}{_QUOTE}")
+    if isinstance(value, list | Mapping):
+        raise InputError(
+            f"{place}: {value!r}: only strings, numbers, booleans and null may be values"
+        )
+    return _json({"enum": [value]})
+
+
+def _any_value(depth: int = 2) -> Node:
+    """Return any value with at most so many levels of arrays and objects."""
+    scalars = [_string({}, ""), _json({"type": ["number", "boolean", "null"]})]
+    if not depth:
+        return {"any": scalars}
+    items = _any_number_of(_any_value(depth - 1))
+    return {"any": [*scalars, _all(_text("["), items, _text("]")), _any_object(depth)]}
+
+
+def _any_object(depth: int = 2) -> Node:
+    pair = _all({"regex": f"/{_KEY}/"}, _text(":"), _any_value(depth - 1))
+    return _all(_text("{"), _any_number_of(pair), _text("}"))
+
+
+def _any_number_of(part: Node) -> Node:
+    """Return a part any number of times, with commas between."""
+    more: Node = {"repeat": _all(_text(","), part), "min": 0, "max": None}
+    return {"repeat": _all(part, more), "min": 0, "max": 1}
+
+
+def _json(schema: Mapping[str, Any]) -> Node:
+    return node_of_source(JsonSchema(schema).source)
+
+
+def _all(*nodes: Node) -> Node:
+    return {"all": list(nodes)}
+
+
+def _text(text: str) -> Node:
+    return {"text": text}
