@@ -8,7 +8,7 @@ template writes the chat, and the marks in the text say which tags are not the t
 import json
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -167,7 +167,7 @@ class _Marker:
         self.strings: set[tuple[str, str]] = set()
         self.count = 0
         self.messages = [dict(self._message(message)) for message in messages]
-        self._tools = tools if extent == "contents" else self._value(tools, tags.ids)
+        self._tools = tools if extent == "contents" else self._value(tools)
 
     def rendered(self, render: Callable[[Messages, _Tools], str]) -> str:
         """Return the text of the chat with marks; "" if the template refuses it."""
@@ -178,10 +178,10 @@ class _Marker:
 
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         role = message.get("role")
-        by_author = self._tags.special if role in _AUTHORS else self._tags.ids
+        is_by_author = role in _AUTHORS
         return {
             # The arguments of a call are text in any case: a tag there would end the call.
-            name: self._value(value, self._tags.ids if name in _CALLS else by_author)
+            name: self._value(value, only_special=is_by_author and name not in _CALLS)
             if self._is_marked(role, name)
             else value
             for name, value in message.items()
@@ -192,24 +192,27 @@ class _Marker:
             return role != "assistant" and name == "content"
         return self.extent == "all" or role != "assistant" or name in _CALLS
 
-    def _value(self, value: Any, ids: Collection[int]) -> Any:
+    def _value(self, value: Any, only_special: bool = False) -> Any:
         """Return a value with marks in its strings, also in the keys of its mappings."""
         if isinstance(value, str):
-            return self._string(value, ids)
+            return self._string(value, only_special)
         if isinstance(value, Mapping):
-            return {self._key(key, ids): self._value(part, ids) for key, part in value.items()}
+            return {
+                self._key(key, only_special): self._value(part, only_special)
+                for key, part in value.items()
+            }
         if isinstance(value, list | tuple):
             texts = [_text_of(part) for part in value]
             if len(texts) > 1 and all(text is not None for text in texts):
-                return self._parts(value, texts, ids)
-            return [self._value(part, ids) for part in value]
+                return self._parts(value, texts, only_special)
+            return [self._value(part, only_special) for part in value]
         return value
 
     def _parts(
-        self, parts: Sequence[Mapping[str, Any]], texts: Sequence[Any], ids: Collection[int]
+        self, parts: Sequence[Mapping[str, Any]], texts: Sequence[Any], only_special: bool
     ) -> list[Any]:
         """Return a content's parts with marks. Templates join them, and a tag may be cut in two."""
-        spans, marked, begin = self._tags.spans("".join(texts), ids), [], 0
+        spans, marked, begin = self._tags.spans("".join(texts), only_special), [], 0
         for part, text in zip(parts, texts, strict=True):
             end = begin + len(text)
             inside = [
@@ -218,22 +221,24 @@ class _Marker:
                 if start < end and stop > begin
             ]
             more = {name: value for name, value in part.items() if name != "text"}
-            marked.append({**self._value(more, ids), "text": self._between_marks(text, inside)})
+            marked.append(
+                {**self._value(more, only_special), "text": self._between_marks(text, inside)}
+            )
             begin = end
         return marked
 
-    def _key(self, key: Any, ids: Collection[int]) -> Any:
+    def _key(self, key: Any, only_special: bool = False) -> Any:
         """Return a key with marks around the last characters of tags.
 
         A template may sort the keys, so that their first characters count.
         """
         if not isinstance(key, str):
             return key
-        spans = self._tags.spans(key, ids)
+        spans = self._tags.spans(key, only_special)
         return self._between_marks(key, [(end - 1, end) for _, end in spans])
 
-    def _string(self, string: str, ids: Collection[int]) -> str:
-        return self._between_marks(string, self._tags.spans(string, ids))
+    def _string(self, string: str, only_special: bool) -> str:
+        return self._between_marks(string, self._tags.spans(string, only_special))
 
     def _between_marks(self, string: str, spans: Sequence[Span]) -> str:
         if not spans:

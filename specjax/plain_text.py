@@ -68,29 +68,30 @@ class Tags:
         self.ids = frozenset(tags)
         self.texts = frozenset(token.content for token in tags.values())
         self.pattern = _any_of(self.texts)
+        self._special_pattern = _any_of({it.content for it in tags.values() if it.special})
         self._are_normalized = any(token.normalized for token in tags.values())
 
-    def spans(self, text: str, ids: Collection[int] | None = None) -> list[Span]:
-        """Return where a text has tags, as the tokenizer reads it.
+    def spans(self, text: str, only_special: bool = False) -> list[Span]:
+        """Return where a text has tags.
 
         Args:
             text: the text.
-            ids: the tags to look for; None: all.
+            only_special: whether to leave out those that the tokenizer does not call special.
         """
-        if not self._may_be_in(text):
-            return []
+        if not self._may_be_changed(text):
+            pattern = self._special_pattern if only_special else self.pattern
+            return [match.span() for match in pattern.finditer(text)]
+        ids = self.special if only_special else self.ids
         encoding = self._backend.encode(text, add_special_tokens=False)
         return [
             _stripped(text, span)
             for token, span in zip(encoding.ids, encoding.offsets, strict=True)
-            if token in (self.ids if ids is None else ids)
+            if token in ids
         ]
 
-    def _may_be_in(self, text: str) -> bool:
-        if self.pattern.search(text):
-            return True
+    def _may_be_changed(self, text: str) -> bool:
+        """Return True if a normalizer changes the text: fullwidth letters, say, become a tag."""
         normalizer = self._backend.normalizer
-        # A normalizer may turn fullwidth letters, say, into those of a tag.
         return (
             self._are_normalized
             and normalizer is not None

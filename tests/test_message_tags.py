@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import re
 from copy import copy
 from itertools import pairwise
@@ -437,3 +438,42 @@ def test_the_places_of_tokens_are_those_of_their_text() -> None:
     assert _tags_in(tokenizer, ids) == ["<r>", "<r>"]
     assert [rendered[start:end] for start, end in places] == tokenizer.convert_ids_to_tokens(ids)
     assert places[0] == (0, 3) and places[-1] == (8, 11)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TEMPLATE_OF)
+def test_random_pieces_of_tags_change_no_tag_of_the_template(name) -> None:
+    """Check chats of tags, their halves, and text that templates trim or write as JSON."""
+    tokenizer, rng = copy(or_skip(name)), random.Random(3)
+    if TEMPLATE_OF[name]:
+        tokenizer.chat_template = template(TEMPLATE_OF[name])
+    tags = _tags_of(tokenizer)
+    texts = sorted(tags.texts)
+    special = sorted(tokenizer.convert_ids_to_tokens(list(tags.special)))
+    plain = ["\n", "  \n", "a", "é日本", "🎉", "<", "|>", "[/", "\ue000", '"', "\\", "{}"]
+
+    def random_text(names: list[str]) -> str:
+        pieces = []
+        for _ in range(rng.randrange(1, 9)):
+            tag = rng.choice([it for it in names if it in tokenizer.chat_template] or names)
+            cut = rng.randrange(1, len(tag))
+            pieces.append(rng.choice([tag, tag, tag[:cut], tag[cut:], rng.choice(plain)]))
+        return "".join(pieces) + "x"
+
+    def chat_of(has_calls: bool, text_of: Any) -> list[dict[str, Any]]:
+        chat = [_user(text_of(texts))]
+        if has_calls:
+            arguments = {"city": text_of(texts), "b": {text_of(texts): [text_of(texts)]}}
+            chat += [_call(json.dumps(arguments)), _result(text_of(texts))]
+        # An answer may have tags that are not special.
+        return [*chat, {"role": "assistant", "content": text_of(special)}, _user(text_of(texts))]
+
+    for number in range(100):
+        has_calls = name != "gemma3" and number % 2 == 1
+        tools = TOOLS if has_calls and takes_tools(tokenizer) else ()
+        chat, harmless = (chat_of(has_calls, it) for it in (random_text, lambda _: WORD))
+        ids, expected = (text.encode_chat(tokenizer, it, tools=tools) for it in (chat, harmless))
+        assert _tags_in(tokenizer, ids) == _tags_in(tokenizer, expected), chat
+        rendered, _ = text._chat_with(tokenizer, chat, {}, "answer", tools)
+        usual = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        assert _decoded(tokenizer, ids) == _decoded(tokenizer, usual), chat
