@@ -2,8 +2,8 @@
 
 The rules look at the last message of the prompt:
 
-- After `Use read_note with name "alpha".` it calls the tool `read_note` with this argument. Several
-  such sentences make several calls.
+- After `Use read_note with name "alpha".` it calls the tool `read_note`, or the first tool whose
+  name ends so, with this argument. Several such sentences make several calls.
 - Where there is no such tool, it writes the arguments as JSON.
 - After `Say "Hello".` it writes what is to be said.
 - After a tool's result it writes `The tool says: ` and the result.
@@ -52,14 +52,15 @@ def answer_to_message(text: str, results: Sequence[str], tools: Sequence[str]) -
     """
     if results:
         return f"The tool says: {' '.join(results)}"
-    calls = [
-        {"name": name, "arguments": dict(map(_argument, _ARGUMENT.findall(arguments)))}
-        for name, arguments in _USE.findall(text)
-    ]
-    if calls and calls[0]["name"] not in tools:
-        return json.dumps(calls[0]["arguments"])
+    calls = []
+    for ending, values in _USE.findall(text):
+        arguments = dict(map(_argument, _ARGUMENT.findall(values)))
+        name = next((tool for tool in tools if tool.endswith(ending)), None)
+        if name is None:
+            return json.dumps(arguments)
+        calls.append(json.dumps({"name": name, "arguments": arguments}))
     if calls:
-        return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
     say = _SAY.search(text)
     return say[1] if say else "The text."
 

@@ -58,6 +58,8 @@ def test_what_a_program_sends_is_answered_whole_and_streamed(name: str, service:
 def expected_answer(body: dict[str, Any]) -> Answer:
     """Return the answer to the last message of a body, by the rules of the engine."""
     messages = body.get("messages") or body["input"]
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
     ended = (position for position, it in enumerate(messages[::-1]) if not results_of(it))
     since = messages[len(messages) - next(ended, len(messages)) :]
     results = [result for message in since for result in results_of(message)]
@@ -71,22 +73,22 @@ def expected_answer(body: dict[str, Any]) -> Answer:
 
 
 def results_of(message: dict[str, Any]) -> list[str]:
-    """Return the results of tools in a message of any interface."""
+    """Return the results of tools in a message of any interface, if it ends with one."""
     if "output" in message:
         return [text_of(message["output"])]
+    content = message.get("content")
     if message.get("role") == "tool":
-        return [text_of(message["content"])]
-    blocks = message.get("content")
-    return [
-        text_of(block["content"])
-        for block in (blocks if isinstance(blocks, list) else [])
-        if block["type"] == "tool_result"
-    ]
+        return [text_of(content)]
+    if not isinstance(content, list) or content[-1]["type"] != "tool_result":
+        return []
+    return [text_of(block["content"]) for block in content if block["type"] == "tool_result"]
 
 
-def text_of(content: str | list[dict[str, Any]]) -> str:
+def text_of(content: Any) -> str:
     """Return the text of a string or of blocks."""
-    return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(block["text"] for block in content if "text" in block)
 
 
 # --- chat completions -----------------------------------------------------------------------------

@@ -53,9 +53,22 @@ async function typed(ask) {
   return answers;
 }
 
+async function required(toolChoice) {
+  const Person = tool({ inputSchema: z.object({ name: z.string(), age: z.number() }) });
+  const answers = [];
+  for (const prompt of people) {
+    const fields = { model: provider(model), prompt, tools: { Person }, toolChoice, maxRetries: 0 };
+    const { name, age } = (await generateText(fields)).toolCalls[0].input;
+    answers.push(`${name}, ${age}`);
+  }
+  return answers;
+}
+
 await hold({
   generateText: () => chat(generateText),
   streamText: () => chat(streamed),
   people: () => typed(generateText),
   "people, streamed": () => typed(streamed),
+  "people, a required tool": () => required("required"),
+  "people, a named tool": () => required({ type: "tool", toolName: "Person" }),
 });

@@ -94,6 +94,25 @@ def people(is_streamed: bool) -> list[str]:
     return answers
 
 
+def required(choice: Any) -> list[str]:
+    """Return the names and ages of answers that must be calls of a tool."""
+    tool: Any = {"name": "Person", "input_schema": Person.model_json_schema()}
+    answers = []
+    for request in PEOPLE:
+        with CLIENT.messages.stream(
+            model=MODEL,
+            max_tokens=512,
+            messages=[{"role": "user", "content": request}],
+            tools=[tool],
+            tool_choice=choice,
+        ) as stream:
+            message = stream.get_final_message()
+        (call,) = [block for block in message.content if block.type == "tool_use"]
+        person = Person.model_validate(call.input)
+        answers.append(f"{person.name}, {person.age}")
+    return answers
+
+
 def text_of(message: Any) -> str:
     """Return the text of a message."""
     return "".join(block.text for block in message.content if block.type == "text")
@@ -107,5 +126,7 @@ hold(
         "tool runner, streamed": lambda: by_runner(True),
         "people": lambda: people(False),
         "people, streamed": lambda: people(True),
+        "people, a required tool": lambda: required({"type": "any"}),
+        "people, a named tool": lambda: required({"type": "tool", "name": "Person"}),
     }
 )

@@ -20,7 +20,6 @@ def measure(backend: str) -> tuple[list[Any], list[str]]:
         row[f"prompt_{turn}"] = request
         if note:
             row[f"tools_{turn}"] = json.dumps([{"type": "function", "function": FUNCTION}])
-            row[f"tool_choice_{turn}"] = "auto"
             row[f"tool_response_{turn}"] = note
     Path("data.jsonl").write_text(json.dumps(row) + "\n")
     command = ["run", "--backend", f"kind=openai_http,target={ADDRESS},model={MODEL},{backend}"]

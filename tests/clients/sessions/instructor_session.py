@@ -9,6 +9,8 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 MODES = {
+    "a named tool": instructor.Mode.TOOLS,
+    "a strict tool": instructor.Mode.TOOLS_STRICT,
     "a JSON schema": instructor.Mode.JSON_SCHEMA,
     "JSON": instructor.Mode.JSON,
     "JSON in Markdown": instructor.Mode.MD_JSON,

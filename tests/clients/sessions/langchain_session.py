@@ -62,6 +62,10 @@ hold(
         "responses, streamed": lambda: conversation(True, use_responses_api=True),
         "people, a JSON schema": lambda: people("json_schema"),
         "people, JSON": lambda: people("json_mode"),
+        "people, a named tool": lambda: people("function_calling"),
+        "people, responses, a named tool": lambda: people(
+            "function_calling", use_responses_api=True
+        ),
         "people, responses": lambda: people("json_schema", use_responses_api=True),
     }
 )

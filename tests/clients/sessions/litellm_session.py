@@ -74,6 +74,25 @@ def people() -> list[str]:
     return answers
 
 
+def required(provider: str, base: str) -> list[str]:
+    """Return the names and ages of answers that must be calls of a tool."""
+    tool = {"name": "Person", "parameters": Person.model_json_schema()}
+    answers = []
+    for request in PEOPLE:
+        answer = litellm.completion(
+            model=f"{provider}/{MODEL}",
+            api_base=base,
+            api_key="none",
+            messages=[{"role": "user", "content": request}],
+            tools=[{"type": "function", "function": tool}],
+            tool_choice="required",
+        )
+        (call,) = answer.choices[0].message.tool_calls
+        person = Person.model_validate_json(call.function.arguments)
+        answers.append(f"{person.name}, {person.age}")
+    return answers
+
+
 hold(
     {
         "chat": lambda: conversation("openai", f"{ADDRESS}/v1", False),
@@ -82,5 +101,7 @@ hold(
         "messages": lambda: conversation("anthropic", ADDRESS, False),
         "messages, streamed": lambda: conversation("anthropic", ADDRESS, True),
         "people": people,
+        "people, a required tool": lambda: required("openai", f"{ADDRESS}/v1"),
+        "people, messages, a required tool": lambda: required("anthropic", ADDRESS),
     }
 )

@@ -5,6 +5,7 @@ import asyncio
 from agents import (
     Agent,
     Model,
+    ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
     Runner,
@@ -63,6 +64,23 @@ async def _people(model: Model) -> list[str]:
     return answers
 
 
+def required(model: Model) -> list[str]:
+    """Return the names and ages that a tool gets that must be called."""
+
+    @function_tool(name_override="Person")
+    def person(name: str, age: int) -> str:
+        return f"{name}, {age}"
+
+    agent = Agent(
+        name="Reader",
+        model=model,
+        tools=[person],
+        model_settings=ModelSettings(tool_choice="required"),
+        tool_use_behavior="stop_on_first_tool",
+    )
+    return [Runner.run_sync(agent, request).final_output for request in PEOPLE]
+
+
 set_tracing_disabled(True)
 hold(
     {
@@ -71,6 +89,10 @@ hold(
         "responses": lambda: responses(False),
         "responses, streamed": lambda: responses(True),
         "people, chat": lambda: asyncio.run(_people(OpenAIChatCompletionsModel(MODEL, client()))),
+        "people, a required tool": lambda: required(OpenAIChatCompletionsModel(MODEL, client())),
+        "people, responses, a required tool": lambda: required(
+            OpenAIResponsesModel(MODEL, client())
+        ),
         "people, responses": lambda: asyncio.run(_people(OpenAIResponsesModel(MODEL, client()))),
     }
 )

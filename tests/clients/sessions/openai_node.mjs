@@ -1,6 +1,6 @@
 // Hold the conversation with OpenAI's client for node: its own loop of tools, and by responses.
 import OpenAI from "openai";
-import { address, description, hold, model, parameters, readNote, requests, system } from "./common.mjs";
+import { address, description, hold, model, parameters, people, readNote, requests, system } from "./common.mjs";
 
 const client = new OpenAI({ baseURL: `${address}/v1`, apiKey: "none", maxRetries: 0 });
 const tool = {
@@ -46,9 +46,25 @@ async function responses(isStreamed) {
   return answers;
 }
 
+async function required(choice) {
+  const properties = { name: { type: "string" }, age: { type: "integer" } };
+  const parameters = { type: "object", properties, required: ["name", "age"], additionalProperties: false };
+  const tools = [{ type: "function", function: { name: "Person", parameters, strict: true } }];
+  const answers = [];
+  for (const content of people) {
+    const body = { model, messages: [{ role: "user", content }], tools, tool_choice: choice };
+    const completion = await client.chat.completions.create(body);
+    const { name, age } = JSON.parse(completion.choices[0].message.tool_calls[0].function.arguments);
+    answers.push(`${name}, ${age}`);
+  }
+  return answers;
+}
+
 await hold({
   chat: () => chat(false),
   "chat, streamed": () => chat(true),
   responses: () => responses(false),
   "responses, streamed": () => responses(true),
+  "people, a required tool": () => required("required"),
+  "people, a named tool": () => required({ type: "function", function: { name: "Person" } }),
 });

@@ -14,8 +14,16 @@ from common import (
     hold,
     read_note,
 )
-from openai import OpenAI
+from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
 
 CLIENT = OpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
 FUNCTION = {"name": "read_note", "description": DESCRIPTION, "parameters": PARAMETERS}
@@ -42,6 +50,46 @@ def chat(is_streamed: bool) -> list[str]:
                 result = read_note(**json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         answers.append(message.content)
+    return answers
+
+
+def required(is_named: bool) -> list[str]:
+    """Return the names and ages of answers that must be calls of a tool."""
+    tool = pydantic_function_tool(Person)
+    choice: Any = {"type": "function", "function": {"name": "Person"}} if is_named else "required"
+    answers = []
+    for request in PEOPLE:
+        message = (
+            CLIENT.chat.completions.parse(
+                model=MODEL,
+                messages=[{"role": "user", "content": request}],
+                tools=[tool],
+                tool_choice=choice,
+                parallel_tool_calls=False,
+            )
+            .choices[0]
+            .message
+        )
+        (call,) = message.tool_calls or []
+        person = call.function.parsed_arguments
+        answers.append(f"{person.name}, {person.age}")
+    return answers
+
+
+def required_by_responses() -> list[str]:
+    """Return the names and ages of answers that must be calls of a tool, by responses."""
+    tool: Any = {"type": "function", "name": "Person", "strict": True}
+    tool["parameters"] = Person.model_json_schema() | {"additionalProperties": False}
+    answers = []
+    for request in PEOPLE:
+        with CLIENT.responses.stream(
+            model=MODEL, input=request, tools=[tool], tool_choice="required"
+        ) as stream:
+            (call,) = [
+                item for item in stream.get_final_response().output if item.type == "function_call"
+            ]
+        person = Person.model_validate_json(call.arguments)
+        answers.append(f"{person.name}, {person.age}")
     return answers
 
 
@@ -76,13 +124,6 @@ def responses(is_streamed: bool, is_stored: bool) -> list[str]:
                 items.append(output | {"output": result})
         answers.append(response.output_text)
     return answers
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    age: int
 
 
 def people_by_chat(is_streamed: bool) -> list[str]:
@@ -126,5 +167,8 @@ hold(
         "people, chat": lambda: people_by_chat(False),
         "people, chat, streamed": lambda: people_by_chat(True),
         "people, responses": people_by_responses,
+        "people, a required tool": lambda: required(False),
+        "people, a named tool": lambda: required(True),
+        "people, responses, a required tool": required_by_responses,
     }
 )

@@ -7,7 +7,7 @@ from anthropic import AsyncAnthropic
 from common import ADDRESS, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput, PromptedOutput
+from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
@@ -65,9 +65,18 @@ def people(kind: Any, output: Any) -> list[str]:
 
 def by_anthropic(is_streamed: bool) -> list[str]:
     """Return the answers by messages."""
+    return asyncio.run(_conversation(anthropic_model(), is_streamed))
+
+
+def anthropic_model() -> AnthropicModel:
+    """Return a model of Anthropic's interface."""
     client = AsyncAnthropic(base_url=ADDRESS, api_key="none", max_retries=0)
-    model = AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=client))
-    return asyncio.run(_conversation(model, is_streamed))
+    return AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=client))
+
+
+def people_by_messages() -> list[str]:
+    """Return the names and ages of answers that must be calls of a tool, by messages."""
+    return asyncio.run(_people(anthropic_model(), ToolOutput(Person, name="Person")))
 
 
 hold(
@@ -79,6 +88,13 @@ hold(
         "messages": lambda: by_anthropic(False),
         "messages, streamed": lambda: by_anthropic(True),
         "people, chat": lambda: people(OpenAIChatModel, NativeOutput(Person)),
+        "people, chat, a required tool": lambda: people(
+            OpenAIChatModel, ToolOutput(Person, name="Person")
+        ),
+        "people, responses, a required tool": lambda: people(
+            OpenAIResponsesModel, ToolOutput(Person, name="Person")
+        ),
+        "people, messages, a required tool": people_by_messages,
         "people, chat, prompted": lambda: people(OpenAIChatModel, PromptedOutput(Person)),
         "people, responses": lambda: people(OpenAIResponsesModel, NativeOutput(Person)),
     }
