@@ -232,13 +232,14 @@ class Answer:
         The first of them has what belongs to the piece's tokens, such as their log-probabilities.
         """
         request = self.request
-        deltas = []
-        if request.is_chat:
-            deltas = self._deltas(index, self.regions[index].push(piece.text))
         self._streamed[index] += len(piece.tokens)
-        if not self._reports_tokens and request.is_chat:
-            return self._of_deltas(index, deltas)
-        spans = piece.spans if request.include_accepted else ()
+        if request.is_chat and not self._reports_tokens:
+            return self._of_deltas(index, self._deltas(index, self.regions[index].push(piece.text)))
+        deltas: list[tuple[dict[str, Any], list[Any]]] = []
+        if request.is_chat:
+            deltas = self._deltas_with_spans(index, piece)
+        elif piece.text:
+            deltas = [({}, [[text, accepted] for text, accepted in piece.spans])]
         logprobs: Any = None
         if request.logprobs is not None and piece.logprobs:
             if request.is_chat:
@@ -246,18 +247,45 @@ class Answer:
             else:
                 logprobs = self._completion_logprobs(index, [*map(self._entry, piece.logprobs)])
         lists_tokens = request.include_accepted or request.return_token_ids
-        has_text = bool(deltas) if request.is_chat else bool(piece.text)
-        if not has_text and logprobs is None and not (lists_tokens and piece.tokens):
+        if not deltas and logprobs is None and not (lists_tokens and piece.tokens):
             return []
-        first = deltas[0] if deltas else {"content": ""}
-        choice: dict[str, Any] = {"delta": first} if request.is_chat else {"text": piece.text}
-        choice |= {"logprobs": logprobs, "finish_reason": None}
-        if request.include_accepted:
-            choice["accepted"] = [[text, accepted] for text, accepted in spans]
-            choice |= {"tokens": len(piece.tokens), "accepted_tokens": sum(piece.accepted)}
-        if request.return_token_ids:
-            choice["token_ids"] = list(piece.tokens)
-        return [self._chunk(index, choice), *self._of_deltas(index, deltas[1:])]
+        chunks = []
+        for delta, spans in deltas or [({"content": ""}, [])]:
+            choice: dict[str, Any] = {"delta": delta} if request.is_chat else {"text": piece.text}
+            choice |= {"logprobs": None, "finish_reason": None}
+            if request.include_accepted:
+                choice |= {"accepted": spans, "tokens": 0, "accepted_tokens": 0}
+            if not chunks:  # what belongs to the tokens
+                choice["logprobs"] = logprobs
+                if request.include_accepted:
+                    choice["tokens"] = len(piece.tokens)
+                    choice["accepted_tokens"] = sum(piece.accepted)
+                if request.return_token_ids:
+                    choice["token_ids"] = list(piece.tokens)
+            chunks.append(self._chunk(index, choice))
+        return chunks
+
+    def _deltas_with_spans(
+        self, index: int, piece: Piece
+    ) -> list[tuple[dict[str, Any], list[Any]]]:
+        """Return the deltas of a piece of a chat's text, each with its parts by acceptance.
+
+        A delta of a call has no parts. Text that was held back, as it might have begun a tag, is in
+        the part with which it comes.
+        """
+        deltas: list[tuple[dict[str, Any], list[Any]]] = []
+        for text, accepted in piece.spans or [(piece.text, False)]:
+            for delta in self._deltas(index, self.regions[index].push(text)):
+                texts = [part for part in delta.values() if isinstance(part, str)]
+                if texts and deltas and deltas[-1][0].keys() == delta.keys():
+                    last, spans = deltas[-1]
+                    last.update({name: last[name] + part for name, part in delta.items()})
+                else:
+                    spans = []
+                    deltas.append((delta, spans))
+                if texts:
+                    spans.append([texts[0], accepted])
+        return deltas
 
     def _of_deltas(self, index: int, deltas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return chunks with deltas alone."""

@@ -3,16 +3,22 @@
 `make test-browser` runs them. The variable SCREENSHOTS names a folder for screenshots.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specjax.serving.handle import Piece
 from tests.serving.http.chromium import Page, chromium
 from tests.serving.http.conftest import KEY
 from tests.serving.http.conftest import Server as Shared
+from tests.serving.http.interfaces import chat_engine
+from tests.serving.http.made_up import Characters, MadeUpEngine
+from tests.serving.http.made_up import serving as made_up_serving
 from tests.serving.http.process import Server, serving
 
 pytestmark = pytest.mark.browser
@@ -257,3 +263,138 @@ def test_a_chat_goes_on_until_there_is_a_new_one(page, server: Shared, pictures)
     page.click("#clear")
     assert page.evaluate(ANSWER) == ""
     assert page.evaluate("document.querySelector('#clear').hidden")
+
+
+# --- thoughts and calls of tools ------------------------------------------------------------------
+
+THOUGHT = "The user wants the weather.\nI know a tool for it, <b>get_weather</b>, and call it."
+ARGUMENTS = '{"city": "Oslo", "days": [1, 2, 3], "note": "' + "a-long-word-" * 12 + '"}'
+CALLING = (
+    f"<think>\n{THOUGHT}\n</think>\n\nI look at the weather in Oslo, and then at its forecast.\n"
+    f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+)
+TOOLS = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+# What the user sees of the answer's parts.
+PARTS = """
+(() => {
+  const text = (selector) =>
+    [...document.querySelectorAll(`#answer ${selector}`)].map((place) => place.textContent);
+  return {
+    thoughts: text("details.thought > div"), content: text(".content"), names: text(".call .name"),
+    calls: text(".call > div:not(.result)"), results: text(".call .result"),
+    opened: text("details[open]"), fields: text(".call textarea"),
+  };
+})()
+"""
+PART_CONTRASTS = CONTRASTS.replace('"#answer .given"', '".thought > div", ".call .name"')
+
+
+def calling_engine() -> MadeUpEngine:
+    """Return an engine whose answer thinks and calls a tool. Of six tokens, four were accepted."""
+    engine = chat_engine(CALLING, pause=0.002)
+    count = itertools.count()
+
+    def piece(token: int, settings: dict[str, Any]) -> Piece:
+        text, accepted = Characters().decode([token]), next(count) % 6 > 1
+        return Piece(text, (token,), (accepted,), (), ((text, accepted),))
+
+    engine._piece = piece  # pyright: ignore[reportAttributeAccessIssue]
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "height", "theme"),
+    [("desktop", 1280, 800, "light"), ("dark", 1280, 800, "dark"), ("phone", 360, 740, "light")],
+)
+def test_a_chat_shows_a_folded_thought_and_a_call_whose_result_is_sent_back(
+    page, pictures, name, width, height, theme
+):
+    engine = calling_engine()
+    with made_up_serving(engine) as (host, port):
+        page.look(width, height, theme)
+        page.open(f"http://{host}:{port}")
+        page.wait_for("document.querySelector('#model').textContent === 'tiny'")
+        page.click("#chat")
+        page.evaluate("document.querySelector('#settings').open = true")
+        page.type("#max-tokens", "900")
+        page.type("#tools", "{")
+        page.type("#prompt", "What is the weather in Oslo?")
+        page.click("#generate")
+        page.wait_for("!document.querySelector('#error').hidden")
+        assert "not JSON" in page.evaluate("document.querySelector('#error').textContent")
+        assert not engine.submitted
+
+        page.type("#tools", json.dumps(TOOLS))
+        page.click("#generate")
+        page.wait_for(f"{IDLE} && document.querySelector('.call textarea')")
+        assert page.evaluate("document.querySelector('#error').hidden")
+        content = "I look at the weather in Oslo, and then at its forecast."
+        expected = {
+            "thoughts": [THOUGHT],
+            "content": [content],
+            "names": ["get_weather"],
+            "calls": [ARGUMENTS],
+            "results": [],
+            "opened": [],
+            "fields": [""],
+        }
+        assert page.evaluate(PARTS) == expected
+        assert "tool" in page.evaluate(STATUS)
+        accepted = page.evaluate(
+            "[...document.querySelectorAll('.content .accepted')].map((it) => it.textContent)"
+        )
+        assert len(content) / 2 < len("".join(accepted)) < len(content)
+        page.screenshot(pictures / f"call-{name}.png")
+        page.evaluate("document.querySelector('.thought summary').scrollIntoView()")
+        page.click(".thought summary")
+        page.screenshot(pictures / f"thought-{name}.png")
+        assert page.evaluate(PARTS)["opened"] == [f"Thought{THOUGHT}"]
+        low = {
+            selector: contrast
+            for selector, contrast in page.evaluate(PART_CONTRASTS).items()
+            if contrast < 4.5
+        }
+        assert not low
+
+        engine.text = "It is 5 degrees."
+        page.evaluate("document.querySelector('.call textarea').scrollIntoView()")
+        page.type(".call textarea", "5 <i>degrees</i>")
+        page.click(".turn > button")
+        page.wait_for(f"{IDLE} && document.querySelectorAll('.turn').length === 3")
+        expected |= {
+            "content": [content, "It is 5 degrees."],
+            "results": ["5 <i>degrees</i>"],
+            "opened": [f"Thought{THOUGHT}"],
+            "fields": [],
+        }
+        assert page.evaluate(PARTS) == expected
+        assert page.evaluate("document.querySelectorAll('.turn > button').length") == 0
+        page.screenshot(pictures / f"result-{name}.png")
+        prompt = engine.tokenizer.decode(engine.submitted[-1].prompt)
+        assert "<tool_response>\n5 <i>degrees</i>\n</tool_response>" in prompt
+        assert ARGUMENTS in prompt and prompt.count("<|im_start|>user") == 2
+        for narrow in (width, min(width, 320)):
+            page.look(narrow, height, theme)
+            assert page.evaluate("document.documentElement.scrollWidth") <= narrow
+        assert not page.troubles()
+
+
+def test_a_call_that_is_stopped_leaves_nothing_to_answer(page):
+    engine = calling_engine()
+    with made_up_serving(engine) as (host, port):
+        page.look(1280, 800)
+        page.open(f"http://{host}:{port}")
+        page.click("#chat")
+        page.type("#max-tokens", str(CALLING.index("I look") + 30))
+        page.type("#tools", json.dumps([TOOLS]))
+        page.type("#prompt", "What is the weather in Oslo?")
+        page.click("#generate")
+        page.wait_for(f"{IDLE} && {STATUS}.includes('max tokens')")
+        parts = page.evaluate(PARTS)
+        assert parts["thoughts"] == [THOUGHT] and parts["content"] and not parts["names"]
+        engine.text = "Yes."
+        page.type("#prompt", "Go on.")
+        page.click("#generate")
+        page.wait_for(f"{IDLE} && document.querySelectorAll('.turn').length === 4")
+        assert page.evaluate(PARTS)["content"][1:] == ["Yes."]
+        assert not page.troubles()

@@ -9,6 +9,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import specjax
+from specjax.serving.handle import Piece
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.requests import Limits, TextRequest, read_chat, read_completion
 from specjax.serving.http.tools import ToolChoice, rendered_tools
@@ -190,6 +191,39 @@ def test_a_chats_answer_has_reasoning_and_calls(
     assert whole == streamed and ended == reason
     assert (whole["content"], whole["reasoning"]) == (content, reasoning)
     assert whole["tool_calls"] == [["get_weather", ARGUMENTS]] * calls
+
+
+def test_the_accepted_parts_of_a_chat_are_those_of_its_reasoning_and_content() -> None:
+    engine: Any = chat_engine("01234")
+    steps = ["<think>\nH", "m.", "</think>\n\nI l", "ook.\n" + CALL[:30], CALL[30:]]
+
+    def piece(token: int, settings: dict[str, Any]) -> Piece:
+        step = steps[int(chr(token))]
+        begin, end = step[:-1], step[-1]
+        return Piece(step, (token, token), (False, True), (), ((begin, False), (end, True)))
+
+    engine._piece = piece
+    body = {"messages": [{"role": "user", "content": "Weather?"}], "tools": [WEATHER]}
+    body |= {"stream": True, "stream_options": {"include_accepted": True}}
+    *events, _ = post(service_of(engine), "/v1/chat/completions", body).text.strip().split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    parts: list[list[Any]] = []
+    for chunk in chunks[1:-1]:
+        ((name, text), *_) = chunk["delta"].items()
+        spans = chunk["accepted"]
+        assert name == "tool_calls" or "".join(part for part, _ in spans) == text
+        parts += [[name, *span] for span in spans]
+    assert parts == [
+        ["reasoning", "H", True],
+        ["reasoning", "m", False],
+        ["reasoning", ".", True],
+        ["content", "I", False],
+        ["content", " l", True],
+        ["content", "ook.", False],
+    ]
+    assert sum(chunk.get("tokens", 0) for chunk in chunks) == 2 * len(steps)
+    assert sum(chunk.get("accepted_tokens", 0) for chunk in chunks) == len(steps)
+    assert [bool(chunk["delta"].get("tool_calls")) for chunk in chunks].count(True) == 2
 
 
 def test_without_tools_a_call_is_content_and_reasoning_may_be_left_out() -> None:
