@@ -40,10 +40,12 @@ def fault_of(title: str, conversation: Mapping[str, Any], is_model: bool = False
     Args:
         title: the title of the conversation. It begins with one of `_EXPECTED`, or it is the one
             with notes.
-        conversation: the runs of the tool, and the answers.
+        conversation: the runs of the tool, and the answers, or an error.
         is_model: whether a model has answered, which may write any answer.
     """
     expected = _EXPECTED.get(title.partition(",")[0], NOTES)
+    if "error" in conversation:
+        return f"{title}: {conversation['error']}"
     runs, answers = conversation["runs"], conversation["answers"]
     # A program may run two tools at a time: in which order they begin is not determined.
     if sorted(map(str, runs)) != sorted(str({"name": name}) for name in expected.names):

@@ -34,6 +34,10 @@ def test_a_conversation_that_went_wrong_is_a_fault(runs: Any, answers: Any, faul
     assert is_wrong == bool(fault_of("chat", conversation, is_model=True))
 
 
+def test_an_error_is_a_fault() -> None:
+    assert fault_of("chat", {"error": "no server"}) == "chat: no server"
+
+
 def test_a_program_that_cannot_be_had_is_unavailable(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(programs, "ENVIRONMENTS", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Answering]:
     if MODEL:
         log = tmp_path_factory.mktemp("server") / "log"
         options = ("--target", MODEL, "--served-model-name", "tiny", "--rows", "2")
-        with serving(log, *options) as process:
+        with serving(log, *options, is_warm=False) as process:
             yield _Answering(process.address, None)
         return
     recorders: list[recording.Recorder] = []
@@ -73,9 +73,8 @@ def test_a_program_holds_a_conversation_with_tools(
         for title, conversation in report.items()
         if (fault := fault_of(title, conversation, is_model=bool(MODEL)))
     ]
-    record_property(
-        "conversations", f"{len(report) - len(faults)} of {len(report)}: {'; '.join(report)}"
-    )
+    count = f"{len(report) - len(faults)} of {len(report)} conversations"
+    record_property("conversations", f"{count}: {'; '.join(report)}")
     assert not faults, "\n".join(faults)
     if RECORDS and server.recorder:
         recording.write_bodies(program.name, program.versions, server.recorder.requests)

@@ -21,8 +21,13 @@ export async function hold(conversations) {
   const report = {};
   for (const [title, conversation] of Object.entries(conversations)) {
     runs = [];
-    const answers = await conversation();
-    report[title] = { runs, answers };
+    try {
+      const answers = await conversation();
+      report[title] = { runs, answers };
+    } catch (error) {
+      console.error(error);
+      report[title] = { error: String(error).slice(0, 500) };
+    }
   }
   console.log(JSON.stringify(report));
 }

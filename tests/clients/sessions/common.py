@@ -1,13 +1,14 @@
 """The conversation that every program holds, and its tool.
 
 A program runs in an environment of its own, with this folder as the place of its modules. It prints
-one JSON object: for each conversation the arguments of the tool's runs, and the answers. Where a
-program can ask for answers of a type, it also asks for two people, without the tool; the titles of
-these conversations begin with "people".
+one JSON object: for each conversation the arguments of the tool's runs and the answers, or an
+error. Where a program can ask for answers of a type, it also asks for two people, without the tool;
+the titles of these conversations begin with "people".
 """
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,10 @@ def hold_with_runs(
     """Hold each conversation, which returns the tool's runs and its answers, and print them."""
     report = {}
     for title, conversation in conversations.items():
-        runs, answers = conversation()
-        report[title] = {"runs": runs, "answers": answers}
+        try:
+            runs, answers = conversation()
+            report[title] = {"runs": runs, "answers": answers}
+        except Exception as error:
+            traceback.print_exc()
+            report[title] = {"error": f"{type(error).__name__}: {error}"[:500]}
     print(json.dumps(report))

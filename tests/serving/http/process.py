@@ -79,9 +79,13 @@ class Server:
 
 
 @contextmanager
-def serving(log: Path, *options: str) -> Iterator[Server]:
-    """Run ``python -m specjax serve`` at a free port until the block ends."""
-    command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--warm", *options]
+def serving(log: Path, *options: str, is_warm: bool = True) -> Iterator[Server]:
+    """Run ``python -m specjax serve`` at a free port until the block ends.
+
+    If it ``is_warm``, everything is compiled before it answers.
+    """
+    command = [sys.executable, "-m", "specjax", "serve", "--port", "0", *options]
+    command += ["--warm"] * is_warm
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
