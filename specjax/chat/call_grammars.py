@@ -5,6 +5,7 @@ from typing import Any
 
 from specjax.chat.call_syntax import CallSyntax, ThoughtSyntax
 from specjax.chat.tagged_arguments import any_tagged_arguments, tagged_arguments
+from specjax.chat.tool_schemas import without_annotations
 from specjax.chat.unquoted_arguments import unquoted_arguments
 from specjax.errors import InputError
 from specjax.grammars import Grammar, JsonObject, JsonSchema
@@ -109,6 +110,10 @@ class AfterThought(Grammar):
 def arguments_node(syntax: CallSyntax, schema: Mapping[str, Any] | None) -> Node:
     """Return the node of the arguments of a call, which are an object.
 
+    There are no arguments that the tool does not declare: JSON Schema allows undeclared keys unless
+    ``additionalProperties`` says otherwise, but the authors of tools expect none. A schema without
+    ``properties`` allows any.
+
     Args:
         syntax: how the arguments are written.
         schema: their JSON schema; None: any arguments.
@@ -123,29 +128,24 @@ def arguments_node(syntax: CallSyntax, schema: Mapping[str, Any] | None) -> Node
         Traceback (most recent call last):
         specjax.errors.InputError: schema.type='string': arguments are an object; give 'object'
     """
-    if schema is not None and schema.get("type", "object") != "object":
-        raise InputError(f"schema.type={schema['type']!r}: arguments are an object; give 'object'")
+    if schema is not None:
+        kind = schema.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise InputError(f"schema.type={kind!r}: arguments are an object; give 'object'")
+        schema = without_annotations(schema) | {"type": "object"}
+        schema.pop("nullable", None)
+        if set(schema) <= {"type", "$defs", "definitions"}:
+            schema = None
     if syntax.arguments == "xml":
         return any_tagged_arguments() if schema is None else tagged_arguments(schema)
     if syntax.arguments == "gemma":
         return unquoted_arguments(schema)
-    grammar = JsonObject() if schema is None else JsonSchema(_closed(schema))
-    return node_of_source(grammar.source)
-
-
-def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of arguments, without arguments that the tool does not declare.
-
-    JSON Schema allows undeclared keys unless ``additionalProperties`` says otherwise, but the
-    authors of tools expect none. Where parts of the schema are combined, all parts declare keys, so
-    it stays as it is.
-    """
-    is_plain = not set(schema) - {"type", "properties", "required", *_NOT_KEYS}
-    return {"type": "object", **({"additionalProperties": False} if is_plain else {}), **schema}
-
-
-_NOT_KEYS = ("title", "description", "$schema", "$defs", "definitions", "$comment", "strict")
-"""The keywords of a schema that say nothing of its keys."""
+    if schema is None:
+        return node_of_source(JsonObject().source)
+    # Where parts of a schema are combined, all of them declare keys.
+    if set(schema) <= {"type", "properties", "required", "$defs", "definitions"}:
+        schema["additionalProperties"] = False
+    return node_of_source(JsonSchema(schema).source)
 
 
 def _before_answer(thought: ThoughtSyntax | None) -> list[Node]:
@@ -154,7 +154,7 @@ def _before_answer(thought: ThoughtSyntax | None) -> list[Node]:
         return []
     space = [_SPACE] if thought.with_space else []
     if thought.is_open:
-        return [{"free": {}}, _text(thought.end), *space]
+        return [_inside(thought), _text(thought.end), _text(thought.behind), *space]
     return [{"repeat": _all(_whole(thought), *space), "min": 0, "max": 1}]
 
 
@@ -169,13 +169,19 @@ def _perhaps_after(thought: ThoughtSyntax | None, answer: Node) -> Node:
     if thought is None:
         return answer
     if thought.is_open:
-        tag = {"trigger": thought.end, "begin": thought.end, "content": answer}
-        return {"free": {"tags": [tag], "is_once": True}}
+        content = _all(_text(thought.behind), answer)
+        tag = {"trigger": thought.end, "begin": thought.end, "content": content}
+        return {"free": {"tags": [tag], "excludes": list(thought.excludes), "is_once": True}}
     return _all({"repeat": _whole(thought), "min": 0, "max": 1}, answer)
 
 
 def _whole(thought: ThoughtSyntax) -> Node:
-    return _all(_text(thought.begin), {"free": {}}, _text(thought.end))
+    parts = (_text(thought.begin), _inside(thought), _text(thought.end), _text(thought.behind))
+    return _all(*parts)
+
+
+def _inside(thought: ThoughtSyntax) -> Node:
+    return {"free": {"excludes": list(thought.excludes)}}
 
 
 def _listed(syntax: CallSyntax, bodies: Mapping[str, Node], several: bool) -> Node:

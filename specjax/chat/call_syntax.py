@@ -7,7 +7,7 @@ grammar needs one way: the one that the family's chat template shows the model.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 _NAME = "{name}"
@@ -57,6 +57,8 @@ class ThoughtSyntax:
     Attributes:
         begin: the text that begins it.
         end: the text that ends it.
+        behind: the text between its end and the answer.
+        excludes: what a thought does not contain, because it would end it.
         with_space: whether spaces and line breaks may follow it.
         is_open: whether the prompt has begun it. If not, the model may do so.
 
@@ -68,6 +70,8 @@ class ThoughtSyntax:
 
     begin: str
     end: str
+    behind: str = ""
+    excludes: tuple[str, ...] = ()
     with_space: bool = True
     is_open: bool = False
 
@@ -106,7 +110,9 @@ class AnswerSyntax:
         calls, thought = data.get("calls"), data.get("thought")
         return cls(
             None if calls is None else CallSyntax(**calls),
-            None if thought is None else ThoughtSyntax(**thought),
+            None
+            if thought is None
+            else ThoughtSyntax(**{**thought, "excludes": tuple(thought.get("excludes", ()))}),
             data.get("content", ""),
             data.get("call_id_length"),
         )
@@ -134,7 +140,7 @@ class AnswerSyntax:
             return None
         opens, closes = self.thought.begin, self.thought.end
         if begin.rfind(opens) > begin.rfind(closes):
-            return ThoughtSyntax(opens, closes, self.thought.with_space, is_open=True)
+            return replace(self.thought, is_open=True)
         tag = _TAG.match(opens)
         is_known = (tag[0] if tag else opens) in json.dumps(chat_template, ensure_ascii=False)
         return self.thought if is_known and not begin.strip() else None

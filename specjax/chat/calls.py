@@ -153,7 +153,8 @@ class JsonCalls:
             is_whole: whether a call is reported when it is complete, not while it grows.
         """
         self._form, self._tag_name, self._is_whole = form, name, is_whole
-        self._json = JsonReader()
+        # A call is told from other JSON by its keys. Those of its arguments are not looked at.
+        self._json = JsonReader(unique_depth=form.is_list + len(form.arguments))
         self._blank = ""  # the white space before the value
         self._pieces: list[str] = []
         self._oldest = self._newest = 0  # the offsets of the first and of the last piece
@@ -279,7 +280,7 @@ class JsonCalls:
 
 
 def _is_object(text: str) -> bool:
-    reader = JsonReader()
+    reader = JsonReader(unique_depth=0)
     reader.push(text)
     return (
         text.startswith("{") and reader.is_complete and not text[reader.length :].strip(" \t\r\n")
@@ -381,8 +382,8 @@ def _tags(body: str, pattern: str) -> dict[str, str]:
         # Tags are matched one behind the other. A search would begin again at each tag that has no
         # end, in quadratic time.
         match = tag.match(body, position, timeout=max(0.001, deadline - time.thread_time()))
-        if match is None or match.end() == position or match["key"] in values:
-            raise ValueError("text between the tags, or a key twice")
+        if match is None or match.end() == position:
+            raise ValueError("text between the tags")
         values[match["key"]] = match["value"]
         position = _start_of_text(body, match.end())
     return values
@@ -425,7 +426,7 @@ def _name_and_arguments(value: Any, tools: Tools) -> tuple[str, str]:
         raise ValueError("arguments that are no object")
     schemas = ParameterTypes(_parameters_of(tools, name))
     typed = {
-        key: _typed(value, schemas.of(key)) if isinstance(value, str) else value
+        key: typed_value(value, schemas.of(key)) if isinstance(value, str) else value
         for key, value in arguments.items()
     }
     text = json.dumps(typed, ensure_ascii=False, allow_nan=False)
@@ -454,11 +455,16 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _SPELLINGS = {"True": True, "False": False, "None": None}
 
 
-def _typed(text: str, types: frozenset[str] | None) -> Any:
+def typed_value(text: str, types: frozenset[str] | None) -> Any:
     """Return an argument's text as a value of a type that its schema allows, if it is one.
 
     A text that is a value of another allowed type is not read as a string. Where any type is
     allowed (None), the text stays a string.
+
+    Examples:
+        >>> from specjax.chat.calls import typed_value
+        >>> [typed_value("5", frozenset(types)) for types in (["integer", "string"], ["string"])]
+        [5, '5']
     """
     if types is None:
         return text
@@ -480,19 +486,13 @@ def _json(text: str) -> Any:
     """Return a JSON value.
 
     Raises:
-        ValueError: it is not JSON, or has NaN, a repeated key or a lone surrogate.
+        ValueError: it is not JSON, or has NaN or a lone surrogate.
     """
 
     def refuse(constant: str) -> Any:
         raise ValueError(constant)
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            raise ValueError("a repeated key")
-        return value
-
-    value = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    value = json.loads(text, parse_constant=refuse)
     if "\\u" in text:
         _check_characters(json.dumps(value, ensure_ascii=False))
     return value

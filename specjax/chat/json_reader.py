@@ -64,9 +64,9 @@ class JsonMark:
 class JsonReader:
     """A reader of the JSON text of an object or an array, character by character.
 
-    It is as strict as `json.loads`, and also refuses NaN, Infinity, repeated keys, strings with
-    lone surrogates as characters or escapes, keys of more than `MAX_KEY` characters, and more than
-    `MAX_DEPTH` nested values.
+    It is as strict as `json.loads`, and also refuses NaN, Infinity, repeated keys of the outermost
+    values, strings with lone surrogates as characters or escapes, keys of more than `MAX_KEY`
+    characters, and more than `MAX_DEPTH` nested values.
 
     Attributes:
         length: the number of characters that were read.
@@ -74,7 +74,14 @@ class JsonReader:
         is_broken: whether the next character cannot continue the value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unique_depth: int = MAX_DEPTH) -> None:
+        """Start before the first character.
+
+        Args:
+            unique_depth: in how many levels of nested values a key may occur once. Below, the last
+                value of a repeated key counts, as `json.loads` has it.
+        """
+        self._unique_depth = unique_depth
         self.is_complete = self.is_broken = False
         self._stack: list[_Container] = []
         # The newest characters, from the offset `_base` on. Only a key, a number or a literal that
@@ -199,7 +206,7 @@ class JsonReader:
             self._is_key = False
             key = json.loads(self._text(start, end + 1))
             inner = self._stack[-1]
-            if key in inner.keys:
+            if key in inner.keys and len(self._stack) <= self._unique_depth:
                 return self._break(end)
             inner.keys.add(key)
             inner.step, inner.expects = key, "colon"

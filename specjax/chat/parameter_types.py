@@ -3,16 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from specjax.chat.tool_schemas import resolved
+
 MAX_STEPS = 500
 """The number of schemas that are read for one parameter. References can repeat without an end."""
 
 MAX_NESTED = 30
 """The number of schemas that may refer to one another in a row."""
-
-ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "example", "deprecated", "$comment", "$schema")
-)
-"""The keywords of a schema that restrict no value."""
 
 _KINDS: tuple[tuple[type, str], ...] = (
     (bool, "boolean"),
@@ -44,6 +41,11 @@ class ParameterTypes:
         """Return the types that a parameter may have."""
         self._steps = self._depth = 0
         return self._with_property(self._root, name)
+
+    def of_schema(self, schema: Any) -> Types:
+        """Return the types that a value of a schema may have, which refers to this one."""
+        self._steps = self._depth = 0
+        return self._types(schema)
 
     def _with_property(self, schema: Any, name: str) -> Types:
         """Return the types of a property of the values of a schema."""
@@ -92,32 +94,6 @@ class ParameterTypes:
     def _is_readable(self, schema: Any) -> bool:
         self._steps += 1
         return isinstance(schema, Mapping) and self._steps <= MAX_STEPS
-
-
-def resolved(root: Mapping[str, Any], reference: Any) -> Any:
-    """Return what a reference inside of a schema points to; None if there is nothing.
-
-    Args:
-        root: the whole schema.
-        reference: the value of ``$ref``.
-
-    Examples:
-        >>> from specjax.chat.parameter_types import resolved
-        >>> resolved({"$defs": {"n": {"type": "integer"}}}, "#/$defs/n")
-        {'type': 'integer'}
-    """
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    value: Any = root
-    for escaped in reference.split("/")[1:]:
-        part = escaped.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
-        elif isinstance(value, Mapping) and part in value:
-            value = value[part]
-        else:
-            return None
-    return value
 
 
 def _both(first: Types, second: Types) -> Types:

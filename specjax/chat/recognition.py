@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from specjax.chat.call_syntax import AnswerSyntax
+from specjax.chat.call_syntax import AnswerSyntax, ThoughtSyntax
 from specjax.chat.events import RegionKind
 from specjax.chat.forms import ResponseForm
 from specjax.errors import InputError, did_you_mean
@@ -145,8 +145,8 @@ def response_form(tokenizer: Any) -> ResponseForm | None:
 def answer_syntax(tokenizer: Any) -> AnswerSyntax:
     """Return how a model writes its answers, for grammars of them; empty if it is not known.
 
-    A ``response_template`` in the tokenizer's files says how answers are read, and not how they are
-    written, so the syntax of such a model is not known.
+    A ``response_template`` in the tokenizer's files says how answers are read, and not how calls
+    are written. So of such a model only a thought is known, if its tags are constant texts.
 
     Examples:
         >>> from specjax.chat import answer_syntax
@@ -157,8 +157,23 @@ def answer_syntax(tokenizer: Any) -> AnswerSyntax:
         >>> answer_syntax(tokenizer).calls.trigger
         '<tool_call>'
     """
-    family = None if _own_template(tokenizer) is not None else family_of(tokenizer)
+    template = _own_template(tokenizer)
+    if template is not None:
+        return AnswerSyntax(thought=_thought_of(template))
+    family = family_of(tokenizer)
     return AnswerSyntax() if family is None else family.syntax
+
+
+def _thought_of(template: Any) -> ThoughtSyntax | None:
+    """Return the thought of a response template, if constant texts begin and end it."""
+    fields = template.get("fields") if isinstance(template, Mapping) else None
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        part = fields.get(name) if isinstance(fields, Mapping) else None
+        if isinstance(part, Mapping):
+            begin, end = part.get("open"), part.get("close")
+            if isinstance(begin, str) and isinstance(end, str) and begin and end:
+                return ThoughtSyntax(begin, end)
+    return None
 
 
 def _own_template(tokenizer: Any) -> Any:

@@ -1,27 +1,45 @@
 """The grammar of arguments that are written with a tag ``<parameter=KEY>`` around each of them.
 
 Qwen3.5 and Qwen3-Coder write them so. A string is written as it is, and any other value as JSON.
-What is read as which type is decided by `specjax.chat.parameter_types`.
+The type of a value is not written, so `specjax.chat.calls.typed_value` decides it when a call is
+read. A schema under which it could decide otherwise than the model meant is refused.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.chat.parameter_types import ANNOTATIONS, resolved
+from specjax.chat.calls import typed_value
+from specjax.chat.parameter_types import ParameterTypes, Types
+from specjax.chat.tool_schemas import (
+    ANNOTATIONS,
+    checked_count,
+    checked_keys,
+    checked_reference,
+    unsupported_error,
+)
 from specjax.errors import InputError
 from specjax.grammars import JsonSchema
 from specjax.grammars.structure import Node, node_of_source
 
 _END = "</parameter>"
-
 _CALL_END = "</tool_call>"
-"""What a string cannot hold, because it would end the call."""
-
 _KEY = r"[^<>\n]{1,64}"
 
-_MAX_NESTED = 16
-"""The number of unions and references within one another in the schema of an argument."""
+MAX_WAYS = 64
+"""The number of ways to write one argument: the parts of unions, and the values of enumerations."""
+
+_OF_ARGUMENTS = frozenset(
+    ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
+)
+_OF_STRINGS = frozenset(
+    (
+        *("pattern", "format", "not", "if", "then", "else", "allOf", "anyOf", "oneOf"),
+        *("contentEncoding", "contentMediaType", "contentSchema", "$ref"),
+    )
+)
+"""The keywords that restrict strings, and are not supported here."""
 
 
 def any_tagged_arguments() -> Node:
@@ -32,7 +50,7 @@ def any_tagged_arguments() -> Node:
         >>> any_tagged_arguments()["min"]
         0
     """
-    argument = _all(_text("<parameter="), {"regex": f"/{_KEY}/"}, _text(">\n"), *_free_string())
+    argument = _all(_text("<parameter="), {"regex": f"/{_KEY}/"}, _text(">\n"), _free_string())
     return {"repeat": argument, "min": 0, "max": None}
 
 
@@ -52,15 +70,11 @@ def tagged_arguments(schema: Mapping[str, Any]) -> Node:
         >>> node["all"][0]["repeat"]["all"][0]
         {'text': '<parameter=city>\\n'}
     """
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
-    if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
-        raise InputError("schema: properties must be an object, and required a list")
+    properties, required = checked_keys(schema, "schema")
     if unsupported := sorted(set(schema) - _OF_ARGUMENTS - ANNOTATIONS):
-        raise InputError(
-            f"schema.{unsupported[0]}: not supported for arguments in tags; leave it out"
-        )
-    if extra := [name for name in required if name not in properties]:
-        raise InputError(f"schema.required: {extra[0]!r} is not in properties; add it there")
+        raise unsupported_error(f"schema.{unsupported[0]}")
+    if isinstance(schema.get("additionalProperties"), Mapping):
+        raise unsupported_error("schema.additionalProperties")
     arguments = _Arguments(schema)
     return _all(
         *(
@@ -70,87 +84,136 @@ def tagged_arguments(schema: Mapping[str, Any]) -> Node:
     )
 
 
-_OF_ARGUMENTS = frozenset(
-    ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
-)
-
-
 class _Arguments:
     """The writer of the arguments of one schema."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
+        self._root, self._types = root, ParameterTypes(root)
         self._shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
 
     def node(self, key: str, schema: Any) -> Node:
         """Return the node of an argument, with its tags."""
+        place = f"schema.properties.{key}"
         if not re.fullmatch(_KEY, key):
             raise InputError(f"schema.properties: {key!r} cannot be written as a tag; rename it")
-        ways = self._ways(schema, f"schema.properties.{key}", 0)
+        types = self._types.of(key)
+        if types is None:
+            if self._is_open(schema):
+                return _all(_text(f"<parameter={key}>\n"), _free_string())
+            raise InputError(f"{place}: its type is not stated; state 'type'")
+        parts = self._parts(schema, place)
+        if any(map(_is_free, parts)) and any(map(_is_restricted, parts)):
+            # A text that could be another value is read as that value, whatever restricts it.
+            raise unsupported_error(f"{place}, a union of a string and restricted values")
+        ways = [way for part in parts for way in self._ways(part, types, place)]
+        if not 0 < len(ways) <= MAX_WAYS:
+            raise InputError(f"{place}: it has {len(ways)} ways; give 1 to {MAX_WAYS}")
         value = ways[0] if len(ways) == 1 else {"any": ways}
         return _all(_text(f"<parameter={key}>\n"), value)
 
-    def _ways(self, schema: Any, place: str, depth: int) -> list[Node]:
-        """Return the ways to write a value, each with the tag behind it."""
-        if depth > _MAX_NESTED:
-            raise InputError(f"{place}: it is nested too deeply; use fewer levels")
-        if schema is True or (isinstance(schema, Mapping) and not set(schema) - ANNOTATIONS):
-            return [_all(*_free_string())]  # what may be anything is read as a string
-        if not isinstance(schema, Mapping):
-            raise InputError(f"{place}={schema!r}: not supported; give an object")
-        content = {key: part for key, part in schema.items() if key not in ANNOTATIONS}
+    def _is_open(self, schema: Any) -> bool:
+        return schema is True or (isinstance(schema, Mapping) and not set(schema) - ANNOTATIONS)
+
+    def _parts(self, schema: Any, place: str) -> list[dict[str, Any]]:
+        """Return the schemas without unions and references of which a value satisfies one."""
+        parts: list[dict[str, Any]] = []
+        remaining = [schema]
+        for _ in range(4 * MAX_WAYS):
+            if not remaining:
+                return parts
+            part = remaining.pop(0)
+            if not isinstance(part, Mapping):
+                raise InputError(f"{place}={part!r}: not supported; give an object")
+            content = {key: value for key, value in part.items() if key not in ANNOTATIONS}
+            inner = self._alternatives(content, place)
+            if inner is not None:
+                remaining = [*inner, *remaining]
+            elif content not in parts:
+                parts.append(content)
+        raise InputError(f"{place}: it has too many unions and references; use fewer")
+
+    def _alternatives(self, content: Mapping[str, Any], place: str) -> list[Any] | None:
+        """Return the schemas that a union is made of; None if it is none."""
         if set(content) == {"$ref"}:
-            return self._ways(resolved(self._root, content["$ref"]), place, depth + 1)
+            return [checked_reference(self._root, content["$ref"], place)]
         for union in ("anyOf", "oneOf"):
             if set(content) == {union} and isinstance(content[union], list) and content[union]:
-                return [
-                    way for part in content[union] for way in self._ways(part, place, depth + 1)
-                ]
-        if content.pop("nullable", False) is True:
-            return [*self._ways(content, place, depth + 1), _json({"type": "null"})]
+                return content[union]
+        if set(content) == {"allOf"} and isinstance(content["allOf"], list):
+            (*rest, part) = content["allOf"] or [None]
+            return None if rest or part is None else [part]
+        if content.get("nullable") is True:
+            rest = {key: part for key, part in content.items() if key != "nullable"}
+            return [rest, {"type": "null"}]
         kinds = content.get("type")
-        if isinstance(kinds, list) and "string" in kinds and len(kinds) > 1:
-            parts = [{**content, "type": kind} for kind in kinds]
-            return [way for part in parts for way in self._ways(part, place, depth + 1)]
-        values = content.get("enum", [content["const"]] if "const" in content else None)
-        if isinstance(values, list) and values and kinds in (None, "string"):
+        if isinstance(kinds, list) and kinds:
+            return [{**content, "type": kind} for kind in kinds]
+        return None
+
+    def _ways(self, content: dict[str, Any], types: Types, place: str) -> list[Node]:
+        """Return the ways to write a value of a part, each with the tag behind it."""
+        values, kind = _values(content), content.get("type")
+        if isinstance(values, list) and values and kind in (None, "string"):
             strings = [value for value in values if isinstance(value, str)]
-            rest = [value for value in values if not isinstance(value, str) and kinds is None]
-            ways = [_all(_text(_checked(value, place)), _text(f"\n{_END}\n")) for value in strings]
-            return [*ways, *([_json({"enum": rest})] if rest else [])]
-        if kinds in ("string", ["string"]):
+            rest = [value for value in values if not isinstance(value, str) and kind is None]
+            ways = [_constant(value, types, place) for value in dict.fromkeys(strings)]
+            return [*ways, *([self._json({"enum": rest})] if rest else [])]
+        if kind == "string":
             return [_string(content, place)]
-        return [_json({**content, **self._shared})]
+        own_types = self._types.of_schema(content)
+        if own_types is None or "string" in own_types:
+            raise unsupported_error(f"{place}, whose type is not clear,")
+        return [self._json(content)]
+
+    def _json(self, schema: dict[str, Any]) -> Node:
+        shared = self._shared if '"$ref"' in json.dumps(schema) else {}
+        source = JsonSchema({**schema, **shared}).source
+        return _all(node_of_source(source), _text(f"\n{_END}\n"))
+
+
+def _values(content: Mapping[str, Any]) -> Any:
+    """Return the values that a part enumerates; None if it does not."""
+    return content.get("enum", [content["const"]] if "const" in content else None)
+
+
+def _is_free(content: Mapping[str, Any]) -> bool:
+    """Return whether a part allows strings that it does not enumerate."""
+    return content.get("type") == "string" and _values(content) is None
+
+
+def _is_restricted(content: Mapping[str, Any]) -> bool:
+    """Return whether a part restricts values that are no strings."""
+    values = _values(content)
+    if isinstance(values, list):
+        return not all(isinstance(value, str) for value in values)
+    return content.get("type") != "string" and bool(set(content) - {"type"})
 
 
 def _string(schema: Mapping[str, Any], place: str) -> Node:
     """Return the node of a string."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if unsupported := sorted(set(schema) - {"type", "minLength", "maxLength"}):
-        raise InputError(
-            f"{place}.{unsupported[0]}: not supported for a string in tags; leave it out"
-        )
+    least = checked_count(schema, "minLength", place) or 0
+    most = checked_count(schema, "maxLength", place)
+    if unsupported := sorted(set(schema) & _OF_STRINGS):
+        raise unsupported_error(f"{place}.{unsupported[0]}")
     if not least and most is None:
-        return _all(*_free_string())
-    bounds = f"{{{int(least)},{'' if most is None else int(most)}}}"
-    excluded = f"(<\\/parameter>|{_CALL_END.replace('/', chr(92) + '/')})"
-    terminal = f"(/(?s:.){bounds}/ & ~/(?s:.*){excluded}(?s:.*)/)"
+        return _free_string()
+    bounds = f"{{{least},{'' if most is None else most}}}"
+    terminal = f"(/(?s:.){bounds}/ & ~/(?s:.*)(<\\/parameter>|<\\/tool_call>)(?s:.*)/)"
     return _all({"regex": terminal}, _text(f"\n{_END}\n"))
 
 
-def _free_string() -> tuple[Node, Node]:
+def _free_string() -> Node:
     """Return any string, with the line break and the tag behind it."""
-    return {"free": {"excludes": [_CALL_END]}}, _text(f"{_END}\n")
+    # It ends at the first tag, wherever that is, because a reader ends it there, too.
+    return _all({"free": {"excludes": [_CALL_END]}}, _text(_END), _text("\n"))
 
 
-def _json(schema: Mapping[str, Any]) -> Node:
-    return _all(node_of_source(JsonSchema(schema).source), _text(f"\n{_END}\n"))
-
-
-def _checked(value: str, place: str) -> str:
+def _constant(value: str, types: Types, place: str) -> Node:
     if _END in value or _CALL_END in value:
         raise InputError(f"{place}: {value!r} would end the call; rename it")
-    return value
+    if typed_value(value, types) != value:
+        raise InputError(f"{place}: {value!r} would be read as another type; rename it")
+    return _all(_text(value), _text(f"\n{_END}\n"))
 
 
 def _all(*nodes: Node) -> Node:

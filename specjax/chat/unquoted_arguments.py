@@ -7,7 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specjax.chat.parameter_types import ANNOTATIONS, resolved
+from specjax.chat.tool_schemas import (
+    ANNOTATIONS,
+    checked_count,
+    checked_keys,
+    checked_reference,
+    unsupported_error,
+)
 from specjax.errors import InputError
 from specjax.grammars import JsonSchema
 from specjax.grammars.structure import Node, node_of_source
@@ -19,6 +25,8 @@ _CALL_END = "<tool_call|>"
 _KEY = r"[A-Za-z0-9_.\-]{1,64}"
 _MAX_NESTED = 16
 _MAX_KEYS = 40
+_MAX_SCHEMAS = 500
+"""The number of schemas that are read for one tool. References can repeat without an end."""
 _SCALARS = ("integer", "number", "boolean", "null")
 _OF_OBJECTS = frozenset(
     ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
@@ -45,12 +53,13 @@ class _Values:
     """The writer of the values of one schema."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
+        self._root, self._steps = root, 0
 
     def node(self, schema: Any, place: str, depth: int) -> Node:
         """Return the node of a value."""
-        if depth > _MAX_NESTED:
-            raise InputError(f"{place}: it is nested too deeply; use fewer levels")
+        self._steps += 1
+        if depth > _MAX_NESTED or self._steps > _MAX_SCHEMAS:
+            raise InputError(f"{place}: it has too many levels, unions or references; use fewer")
         if schema is not True and not isinstance(schema, Mapping):
             raise InputError(f"{place}={schema!r}: not supported; give an object")
         content = (
@@ -58,7 +67,7 @@ class _Values:
         )
         if not content:
             return _any_value()
-        if (parts := self._alternatives(content)) is not None:
+        if (parts := self._alternatives(content, place)) is not None:
             return {"any": [self.node(part, place, depth + 1) for part in parts]}
         values = content.get("enum", [content["const"]] if "const" in content else None)
         if isinstance(values, list) and values:
@@ -74,13 +83,16 @@ class _Values:
             return _json(content)
         raise InputError(f"{place}.type={kind!r}: not supported for this model; state one type")
 
-    def _alternatives(self, content: Mapping[str, Any]) -> list[Any] | None:
+    def _alternatives(self, content: Mapping[str, Any], place: str) -> list[Any] | None:
         """Return the schemas of which a value satisfies one; None if there is but this one."""
         if set(content) == {"$ref"}:
-            return [resolved(self._root, content["$ref"])]
+            return [checked_reference(self._root, content["$ref"], place)]
         for union in ("anyOf", "oneOf"):
             if set(content) == {union} and isinstance(content[union], list) and content[union]:
                 return content[union]
+        if set(content) == {"allOf"} and isinstance(content["allOf"], list):
+            (*rest, part) = content["allOf"] or [None]
+            return None if rest or part is None else [part]
         if content.get("nullable") is True:
             rest = {key: part for key, part in content.items() if key != "nullable"}
             return [rest, {"type": "null"}]
@@ -95,15 +107,13 @@ class _Values:
             raise InputError(
                 f"{place}.{unsupported[0]}: not supported for this model; leave it out"
             )
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
-            raise InputError(f"{place}: properties must be an object, and required a list")
+        properties, required = checked_keys(schema, place)
+        if isinstance(schema.get("additionalProperties"), Mapping):
+            raise unsupported_error(f"{place}.additionalProperties")
         if not properties and depth and schema.get("additionalProperties") is not False:
             return _any_object()
         if len(properties) > _MAX_KEYS:
             raise InputError(f"{place}.properties: there are {len(properties)}; use {_MAX_KEYS}")
-        if missing := [name for name in required if name not in properties]:
-            raise InputError(f"{place}.required: {missing[0]!r} is not in properties; add it there")
         pairs: list[Node] = []
         for key in sorted(properties):
             if not re.fullmatch(_KEY, key):
@@ -119,21 +129,18 @@ class _Values:
                 f"{place}.{unsupported[0]}: not supported for this model; leave it out"
             )
         item = self.node(schema.get("items", True), f"{place}.items", depth + 1)
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        least = checked_count(schema, "minItems", place) or 0
+        most = checked_count(schema, "maxItems", place)
         if most == 0:
             return _text("[]")
         more = {
             "repeat": _all(_text(","), item),
             "min": max(0, least - 1),
-            "max": None if most is None else int(most) - 1,
+            "max": None if most is None else max(most, least) - 1,
         }
         some = _all(item, more)
         items = some if least else {"repeat": some, "min": 0, "max": 1}
         return _all(_text("["), items, _text("]"))
-
-
-def _unsupported(place: str) -> InputError:
-    return InputError(f"{place}: not supported in arguments for this model; leave it out")
 
 
 def _listed(pairs: Sequence[Node], is_required: Sequence[bool]) -> Node:
@@ -154,12 +161,13 @@ def _listed(pairs: Sequence[Node], is_required: Sequence[bool]) -> Node:
 
 
 def _string(schema: Mapping[str, Any], place: str) -> Node:
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    least = checked_count(schema, "minLength", place) or 0
+    most = checked_count(schema, "maxLength", place)
     if unsupported := sorted(set(schema) - {"type", "minLength", "maxLength"}):
-        raise _unsupported(f"{place}.{unsupported[0]}")
+        raise unsupported_error(f"{place}.{unsupported[0]}")
     if not least and most is None:
         return _all(_text(_QUOTE), {"free": {"excludes": [_CALL_END]}}, _text(_QUOTE))
-    bounds = f"{{{int(least)},{'' if most is None else int(most)}}}"
+    bounds = f"{{{least},{'' if most is None else most}}}"
     excluded = '(<\\|"\\|>|<tool_call\\|>)'
     terminal = f"(/(?s:.){bounds}/ & ~/(?s:.*){excluded}(?s:.*)/)"
     return _all(_text(_QUOTE), {"regex": terminal}, _text(_QUOTE))

@@ -180,6 +180,6 @@ def test_every_template_of_ours_is_valid_for_transformers() -> None:
 
 
 def test_another_reading_of_arguments_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(calls_module, "_typed", lambda text, types: text)
+    monkeypatch.setattr(calls_module, "typed_value", lambda text, types: text)
     with pytest.raises(AssertionError):
         test_the_servers_templates_and_ours_read_the_same_answers("qwen3_5")

@@ -1,8 +1,10 @@
 """Grammars of calls: what a template writes is legal, and what is legal is read as a call."""
 
+import contextlib
 import json
 import random
 import re
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -344,6 +346,27 @@ TAGGED: Any = next(family.syntax.calls for family in families() if family.name =
         ({"properties": {"a": {"not": {}}}}, "not"),
         ({"properties": {"a>": {}}}, "cannot be written as a tag"),
         ({"anyOf": []}, "schema.anyOf: not supported"),
+        ({"properties": [], "type": "object"}, "schema.properties=\\[\\]: give an object"),
+        ({"properties": {"a": {}}, "required": [{}]}, "schema.required="),
+        ({"properties": {"a": {"type": "string", "minLength": "x"}}}, "a.minLength='x'"),
+        ({"properties": {"a": {"type": "string", "maxLength": 2.5}}}, "a.maxLength=2.5"),
+        ({"properties": {"a": {"type": "string", "maxLength": True}}}, "a.maxLength=True"),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, r"\\$ref='#/\\$defs/none'|type is not"),
+        ({"properties": {"a": {"minimum": 3}}}, "its type is not stated"),
+        ({"properties": {"a": {"type": ["string", "integer"], "maximum": 3}}}, "restricted values"),
+        (
+            {"properties": {"a": {"anyOf": [{"type": "string"}, {"enum": [1, 2]}]}}},
+            "restricted values",
+        ),
+        ({"properties": {"a": {"enum": ["5", 7]}}}, "'5' would be read as another type"),
+        (
+            {"properties": {}, "additionalProperties": {"type": "string"}},
+            "schema.additionalProperties",
+        ),
+        (
+            {"properties": {"a": {"allOf": [{"type": "string"}, {"minLength": 1}]}}},
+            "whose type is not clear",
+        ),
         ({"properties": {}, "required": ["a"]}, "'a' is not in properties"),
         ({"type": "array"}, "schema.type='array'"),
         ({"properties": {"a": {"enum": ["</parameter>"]}}}, "would end the call"),
@@ -352,6 +375,122 @@ TAGGED: Any = next(family.syntax.calls for family in families() if family.name =
 def test_a_schema_that_tags_cannot_hold_is_refused(schema, message, compiler) -> None:
     with pytest.raises(InputError, match=message):
         compiler.compile(ToolCalls(TAGGED, {"f": schema}))
+
+
+UNIONS: dict[str, Any] = {
+    f"n{i}": {"anyOf": [{"$ref": f"#/$defs/n{i + 1}"}] * 4} for i in range(12)
+}
+LOOPS: dict[str, Any] = {"n0": {"anyOf": [{"$ref": "#/$defs/n0"}, {"type": "array"}]}}
+
+
+@pytest.mark.parametrize("definitions", [UNIONS | {"n12": {"type": "string"}}, LOOPS])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma4"])
+def test_unions_and_references_take_bounded_time(definitions, family) -> None:
+    (syntax,) = (it.syntax.calls for it in families() if it.name == family)
+    schema = {"properties": {"a": {"$ref": "#/$defs/n0"}}, "$defs": definitions}
+    assert syntax is not None
+    start = time.process_time()
+    with contextlib.suppress(InputError):
+        ToolCalls(syntax, {"f": schema})
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize("family", WITH_CALLS, ids=lambda family: family.name)
+def test_a_schema_that_is_wrong_is_refused_and_no_other_error(family: ChatFamily) -> None:
+    """Replace parts of a schema by values of other types."""
+    rng = random.Random(4)
+    wrong: list[Any] = [None, True, -1, 2.5, 1e400, "x", [], [1], {}, {"a": 1}, ["string"], [{}]]
+    refused = 0
+    for _ in range(400):
+        schema = json.loads(json.dumps(SCHEMA))
+        place = schema
+        while True:
+            key = rng.choice([*place] if isinstance(place, dict) else [*range(len(place))])
+            deeper = place[key]
+            if not isinstance(deeper, dict | list) or not deeper or rng.random() < 0.4:
+                place[key] = rng.choice(wrong)
+                break
+            place = deeper
+        try:
+            assert family.syntax.calls is not None
+            ToolCalls(family.syntax.calls, {"f": schema})
+        except InputError:
+            refused += 1
+    assert refused > 0
+
+
+def read_calls(family: str, tokenizer: Any, compiler: Any, schema: Any, text: str) -> list[Any]:
+    """Return the arguments of the calls of a text that its grammar allows as a whole."""
+    (chosen,) = (it for it in families() if it.name == family)
+    assert chosen.syntax.calls is not None
+    grammar = ToolCalls(chosen.syntax.calls, {"f": schema})
+    if legal_count(compiler, tokenizer, grammar, text) != (True, True):
+        return []
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema or {}}}
+    answer = AnswerParser(chosen.form, "", [tool]).parse(text)
+    assert answer.tool_calls and not answer.content, "what is legal is read"
+    return [call.values() for call in answer.tool_calls]
+
+
+def qwen(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+
+
+def tagged(values: str) -> str:
+    return f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
+
+
+TEXT = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
+OPEN = {"properties": {"a": {"type": "object"}}}
+COLOR = {
+    "properties": {"a": {"allOf": [{"$ref": "#/$defs/color"}], "default": "red"}},
+    "$defs": {"color": {"enum": ["red", "blue"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "schema", "text", "is_legal"),
+    [
+        ("qwen3", OPEN, qwen('{"a": {"x": 1, "x": 2}}'), True),
+        ("qwen3", None, qwen('{"a": 1, "a": 2}'), True),
+        ("qwen3", {"type": "object"}, qwen('{"a": 1}'), True),
+        ("qwen3", OPEN | {"nullable": True}, qwen("null"), False),
+        ("qwen3_5", OPEN, tagged('<parameter=a>\n{"x": 1, "x": 2}\n</parameter>\n'), True),
+        ("qwen3_5", None, tagged("<parameter=a>\n1\n</parameter>\n" * 2), True),
+        ("qwen3_5", TEXT, tagged("<parameter=a>\nx</parameter>\n"), True),
+        ("qwen3_5", TEXT, tagged("<parameter=a>\n</parameter></parameter>\n"), False),
+        (
+            *("qwen3_5", TEXT),
+            tagged("<parameter=a>\nx</parameter> <parameter=b>\nnope\n</parameter>\n"),
+            False,
+        ),
+        (
+            *("qwen3_5", TEXT),
+            tagged("<parameter=a>\nx</parameter><parameter=z>\ny\n</parameter>\n"),
+            False,
+        ),
+        ("qwen3_5", COLOR, tagged("<parameter=a>\nred\n</parameter>\n"), True),
+        ("qwen3_5", COLOR, tagged('<parameter=a>\n"red"\n</parameter>\n'), False),
+    ],
+)
+def test_what_is_legal_is_read_and_valid(
+    family, schema, text, is_legal, tokenizer, compiler
+) -> None:
+    calls = read_calls(family, tokenizer, compiler, schema, text)
+    assert bool(calls) is is_legal
+    for arguments in calls:
+        jsonschema.validate(arguments, schema or {})
+
+
+def test_a_thought_of_gpt_oss_has_no_other_channel(tokenizer, compiler) -> None:
+    (syntax,) = (family.syntax for family in families() if family.name == "gpt_oss")
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}'
+    assert syntax.calls is not None
+    grammar = ToolCalls(syntax.calls, {"f": None}, syntax.thought)
+    thought = "<|channel|>analysis<|message|>Hm{}<|end|><|start|>assistant"
+    for inside, is_legal in (("", True), (call, False), ("<|channel|>final<|message|>x", False)):
+        text = thought.format("").replace("Hm", f"Hm{inside}") + call
+        assert legal_count(compiler, tokenizer, grammar, text) == (is_legal, is_legal)
 
 
 @pytest.mark.parametrize(

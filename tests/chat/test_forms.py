@@ -260,7 +260,7 @@ def test_gemmas_dialect_of_json_is_read(body, value) -> None:
 )
 def test_arguments_without_types_are_read_as_the_schema_says(text_value, schema, value) -> None:
     types = ParameterTypes({"properties": {"a": schema}}).of("a")
-    typed = calls_module._typed(text_value, types)
+    typed = calls_module.typed_value(text_value, types)
     assert typed == value and type(typed) is type(value)
 
 
@@ -363,10 +363,33 @@ def test_surrogates_of_the_text_itself_are_replaced() -> None:
 @pytest.mark.parametrize(
     "body", ["{a:1,a:2}", "{a:{b:1,b:1}}", '{a:1,"a":2}', "{a:[{b:1,c:2,b:3}]}"]
 )
-def test_repeated_keys_are_no_call(body) -> None:
-    text = f"<|tool_call>call:f{body}<tool_call|>"
-    assert AnswerParser(family_form("gemma4")).parse(text) == ChatAnswer(text)
+def test_the_last_of_repeated_arguments_counts(body) -> None:
     argument = body.replace("{a", '{"a"').replace("{b", '{"b"').replace(",b", ',"b"')
     argument = argument.replace(",a", ',"a"').replace(",c", ',"c"')
-    json_text = f'<tool_call>{{"name": "f", "arguments": {argument}}}</tool_call>'
-    assert AnswerParser(family_form("qwen3")).parse(json_text) == ChatAnswer(json_text)
+    for family, written_call in (
+        ("gemma4", f"<|tool_call>call:f{body}<tool_call|>"),
+        ("qwen3", f'<tool_call>{{"name": "f", "arguments": {argument}}}</tool_call>'),
+        ("mistral_named", f"[TOOL_CALLS]f[ARGS]{argument}"),
+    ):
+        answer = AnswerParser(family_form(family)).parse(written_call)
+        assert [call.values() for call in answer.tool_calls] == [json.loads(argument)]
+        assert not answer.content
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3", '<tool_call>{"name": "f", "arguments": {}, "arguments": {}}</tool_call>'),
+        ("qwen3", '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>'),
+        ("mistral_list", '[TOOL_CALLS][{"name": "f", "arguments": {}, "name": "g"}]'),
+    ],
+)
+def test_repeated_keys_of_a_call_are_no_call(family: str, text: str) -> None:
+    assert AnswerParser(family_form(family)).parse(text) == ChatAnswer(text)
+
+
+def test_the_last_of_repeated_tags_counts() -> None:
+    tags = "<parameter=a>\n1\n</parameter>\n<parameter=a>\n2\n</parameter>\n"
+    text = f"<tool_call>\n<function=f>\n{tags}</function>\n</tool_call>"
+    answer = AnswerParser(family_form("qwen3_5")).parse(text)
+    assert answer == ChatAnswer("", "", (ToolCall("f", '{"a": "2"}'),))

@@ -276,7 +276,6 @@ BROKEN = {
     "qwen3_5": [
         "<tool_call>\n<function=f>\nno tags\n</function>\n</tool_call>",
         "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>",
-        "<tool_call>\n<function=f>\n<parameter=a>1</parameter><parameter=a>2</parameter>"
         "</function></tool_call>",
         "<tool_call>" + CALL + "</tool_call>",
     ],

@@ -1,5 +1,6 @@
 """The grammars of requests: their own ones, and those of their calls of tools."""
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +12,10 @@ from specjax.serving.http.grammar_jobs import GrammarJobs
 from specjax.serving.http.requests import TextRequest
 
 MAX_FAULTY_SCHEMAS = 8
-"""The number of tools with a schema that is not supported, after which a request is refused."""
+"""The number of tools with a schema that is not supported, after which no more are compiled.
+
+The arguments of the tools behind them are any object.
+"""
 
 
 class AnswerGrammars:
@@ -114,8 +118,14 @@ class AnswerGrammars:
             )
 
         instead = None if choice.mode == "required" else request.params.grammar
+
+        async def compiled(numbers: Iterable[int], instead: Grammar | None) -> CompiledGrammar:
+            # A large schema takes long, and other requests go on meanwhile.
+            grammar = await asyncio.to_thread(grammar_of, numbers, instead)
+            return await self._jobs.compile(grammar, "tools")
+
         try:
-            return await self._jobs.compile(grammar_of(functions, instead), "tools")
+            return await compiled(functions, instead)
         except InputError as error:
             refusal = error
         # It is the fault of the request's own grammar, or of schemas. Each is compiled alone.
@@ -127,18 +137,21 @@ class AnswerGrammars:
                 message = str(error).removeprefix(f"grammar={instead!r}: ")
                 raise invalid(name, f"{name}: {message}") from None
         for index, function in functions.items():
+            is_strict = bool(function.get("strict")) or choice.mode == "required"
+            if len(lenient) >= MAX_FAULTY_SCHEMAS and not is_strict:
+                lenient.add(index)
+                continue
             try:
-                await self._jobs.compile(grammar_of([index]), "tools")
+                await compiled([index], None)
             except InputError as error:
-                is_strict = bool(function.get("strict")) or choice.mode == "required"
-                if is_strict or len(lenient) == MAX_FAULTY_SCHEMAS:
+                if is_strict:
                     message = f"tools[{index}].function.parameters: {_reason(error)}"
                     raise invalid("tools", message) from None
                 lenient.add(index)
         if not lenient:
             raise invalid("tools", f"tools: {_reason(refusal)}")
         try:
-            return await self._jobs.compile(grammar_of(functions, instead), "tools")
+            return await compiled(functions, instead)
         except InputError as error:
             raise invalid("tools", f"tools: {_reason(error)}") from None
 

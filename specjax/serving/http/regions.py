@@ -149,7 +149,8 @@ class AnswerRegions:
         elif self._is_open:
             last = [RegionClosed(RegionKind.CONTENT)]
         events = self._take(last)
-        self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
+        has_ended = reason == "stop" and not is_cut
+        self.finish_reason = "tool_calls" if has_ended and self.calls else reason
         return events
 
     def _as_content(self, text: str) -> list[Event]:

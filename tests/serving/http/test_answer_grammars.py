@@ -124,6 +124,20 @@ def test_a_schema_that_is_not_supported(service) -> None:
         assert "not" in refused.value.message and refused.value.status == 400
 
 
+def test_any_number_of_schemas_may_be_unsupported_where_nothing_is_strict(service) -> None:
+    tools = [
+        {"type": "function", "function": UNSUPPORTED["function"] | {"name": f"g{index}"}}
+        for index in range(12)
+    ]
+    grammar = compiled(service, read(service.limits, tools=[WEATHER, *tools]), ANSWERING)
+    for index in (0, 11):
+        text = CALL_OF_G.replace('"g"', f'"g{index}"')
+        assert is_legal(service, grammar, text)
+    with pytest.raises(RequestError, match=r"tools\[12\]"):
+        strict = {"type": "function", "function": tools[11]["function"] | {"strict": True}}
+        compiled(service, read(service.limits, tools=[WEATHER, *tools[:11], strict]), ANSWERING)
+
+
 def test_a_format_that_is_not_supported_beside_tools_is_named(service) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}
     request = read(service.limits, tools=[WEATHER], response_format=schema)

@@ -90,3 +90,12 @@ def test_a_call_that_is_cut_is_no_call_of_the_answer(reason: str, is_cut: bool) 
     regions.push('Yes. <tool_call>{"name": "f", "arguments": {"a')
     regions.finish(reason, is_cut)
     assert (regions.content.strip(), regions.calls, regions.finish_reason) == ("Yes.", [], reason)
+
+
+def test_a_stop_string_behind_a_call_is_no_end_of_the_model() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for is_cut, reason in ((True, "stop"), (False, "tool_calls")):
+        regions = AnswerRegions(family_form("qwen3"), with_calls=True)
+        regions.push(call)
+        regions.finish("stop", is_cut=is_cut)
+        assert (len(regions.calls), regions.finish_reason) == (1, reason)
