@@ -1,0 +1,62 @@
+"""Command line: train, continue, save and evaluate."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import tyro
+
+from benchmarks.tools_model.encoding import make_tokenizer
+from benchmarks.tools_model.evaluation import evaluate
+from benchmarks.tools_model.teaching import Stage, train
+from specjax import text
+from specjax.models.transformer import Target
+from specjax.progress import show_waits
+
+STAGES = (
+    Stage(steps=220, length=1024, batch=4),
+    Stage(steps=80, length=2048, batch=2, lists=(0.3, 0.7)),
+    Stage(steps=40, length=8192, batch=1, lists=(0.5, 0.9)),
+)
+
+
+@dataclass(frozen=True)
+class ToolsModelConfig:
+    """Train a model that calls tools, or evaluate it.
+
+    Attributes:
+        directory: the directory of the run. The model is in its folder ``model``. A run that was
+            killed continues there.
+        seed: the seed of the weights and the data.
+        learning_rate: the largest learning rate.
+        evaluate: the number of held-out conversations to answer with the model that is there; 0 to
+            train instead.
+    """
+
+    directory: str
+    seed: int = 0
+    learning_rate: float = 1e-3
+    evaluate: int = 0
+
+
+def save(target: Target, directory: Path) -> None:
+    """Write a checkpoint with tokenizer and chat template, which ``specjax serve`` reads."""
+    target.save_pretrained(directory, dtype=jnp.float32)
+    make_tokenizer().save_pretrained(directory)
+
+
+def main(config: ToolsModelConfig) -> None:
+    """Train and save, or evaluate."""
+    directory = Path(config.directory)
+    if config.evaluate:
+        target = Target.from_pretrained(directory / "model")
+        with show_waits():
+            result = evaluate(target, text.load_tokenizer(directory / "model"), config.evaluate)
+        print(result.line())
+        return
+    target = train(directory, STAGES, config.seed, config.learning_rate)
+    save(target, directory / "model")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(ToolsModelConfig))
