@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import tyro
 
 from benchmarks.tools_model.encoding import make_tokenizer
-from benchmarks.tools_model.evaluation import evaluate
+from benchmarks.tools_model.evaluation import LARGEST, SMALLEST, evaluate, held_out
 from benchmarks.tools_model.teaching import Stage, train
 from specjax import text
 from specjax.models.transformer import Target
@@ -31,12 +31,16 @@ class ToolsModelConfig:
         learning_rate: the largest learning rate.
         evaluate: the number of held-out conversations to answer with the model that is there; 0 to
             train instead.
+        smallest: the smallest list of tools in the evaluation, in characters of JSON.
+        largest: the largest one.
     """
 
     directory: str
     seed: int = 0
     learning_rate: float = 1e-3
     evaluate: int = 0
+    smallest: int = SMALLEST
+    largest: int = LARGEST
 
 
 def save(target: Target, directory: Path) -> None:
@@ -50,9 +54,11 @@ def main(config: ToolsModelConfig) -> None:
     directory = Path(config.directory)
     if config.evaluate:
         target = Target.from_pretrained(directory / "model")
+        chats = held_out(config.evaluate, config.smallest, config.largest)
         with show_waits():
-            result = evaluate(target, text.load_tokenizer(directory / "model"), config.evaluate)
-        print(result.line())
+            scores = evaluate(target, text.load_tokenizer(directory / "model"), chats)
+        for name, result in scores.items():
+            print(f"{name}: {result.line()}")
         return
     target = train(directory, STAGES, config.seed, config.learning_rate)
     save(target, directory / "model")

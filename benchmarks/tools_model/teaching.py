@@ -27,6 +27,8 @@ CHARACTERS_PER_TOKEN = 2.5
 PREAMBLE = 170
 """About how many tokens the template adds to a list of tools."""
 SHORTEST_TURN = 50
+MEASURED = 1024
+"""The length of the conversations that are measured while training."""
 
 
 @dataclass(frozen=True)
@@ -209,11 +211,12 @@ def rates(
             is_right = np.ones(length + 1, bool)
             # Places that fill the row up are 0, and no answer is there.
             is_right[places[index] + 1] = best[index] == ids[index]
-            for answer in answers(tokenizer, row.tokens):
+            for answer in answers(tokenizer, row.tokens.tolist()):
                 is_whole = bool(is_right[answer.start : answer.end].all())
                 (calls if answer.names else words).append(is_whole)
                 names += [is_right[start:end].all() for start, end in answer.names]
-    return Rates(*(float(np.mean(each)) if each else 0.0 for each in (names, calls, words)))
+    shares = (float(np.mean(hits)) if hits else 0.0 for hits in (names, calls, words))
+    return Rates(*shares)
 
 
 def train(
@@ -268,9 +271,5 @@ def train(
             if position.step % checkpoint_every == 0 or position.step == total:
                 run_directory.save(checkpoints, state, position)
             if measure_every and (position.step % measure_every == 0 or position.step == total):
-                for length, count in ((1024, 16),):
-                    print(
-                        f"  at {length}: {rates(state.student, tokenizer, length, count)}",
-                        flush=True,
-                    )
+                print(f"  {rates(state.student, tokenizer, MEASURED, count=16)}", flush=True)
     return state.student
