@@ -16,8 +16,8 @@ MARKS = ("<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 END = "<|im_end|>"
 
-BESIDE_ANSWERS = 0.0
-"""The weight in the loss of a token behind the list of tools that is not the answer's."""
+FIRST_OF_NAME = 10.0
+"""The weight in the loss of a name's first token, which chooses the tool."""
 
 
 def make_tokenizer() -> Any:
@@ -88,14 +88,12 @@ def answers(tokenizer: Any, tokens: Sequence[int]) -> Iterator[Answer]:
 def weights(tokenizer: Any, tokens: Sequence[int]) -> np.ndarray:
     """Return the weight ``[T]`` of each token in the loss.
 
-    It is 1 in answers. In requests and results, which repeat the list of tools in part, it is
-    `BESIDE_ANSWERS`. In the system text and the list, which are random, it is 0.
+    It is 1 in answers, and `FIRST_OF_NAME` for the first token of a name. All else, which is
+    random, has 0.
     """
-    start_mark = tokenizer.convert_tokens_to_ids(MARKS[0])
     result = np.zeros(len(tokens), np.float32)
-    turns = [index for index, token in enumerate(tokens) if token == start_mark]
-    if len(turns) > 1:
-        result[turns[1] :] = BESIDE_ANSWERS
     for answer in answers(tokenizer, tokens):
         result[answer.start : answer.end] = 1.0
+        for first, _ in answer.names:
+            result[first] = FIRST_OF_NAME
     return result
