@@ -55,13 +55,18 @@ def main(config: ToolsModelConfig) -> None:
     if config.evaluate:
         target = Target.from_pretrained(directory / "model")
         chats = held_out(config.evaluate, config.smallest, config.largest)
-        with show_waits():
-            scores = evaluate(target, text.load_tokenizer(directory / "model"), chats)
+        show_waits()
+        scores = evaluate(target, text.load_tokenizer(directory / "model"), chats)
         for name, result in scores.items():
             print(f"{name}: {result.line()}")
         return
-    target = train(directory, STAGES, config.seed, config.learning_rate)
-    save(target, directory / "model")
+    train(
+        directory,
+        STAGES,
+        config.seed,
+        config.learning_rate,
+        save=lambda target: save(target, directory / "model"),
+    )
 
 
 if __name__ == "__main__":

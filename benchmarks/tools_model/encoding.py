@@ -16,7 +16,7 @@ MARKS = ("<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 END = "<|im_end|>"
 
-FIRST_OF_NAME = 10.0
+FIRST_OF_NAME = 4.0
 """The weight in the loss of a name's first token, which chooses the tool."""
 
 
