@@ -298,23 +298,23 @@ def measure_case(
     else:
         methods = {name: (drafter, None) for name, drafter in drafters.items()}
     plain, *_ = methods
-    methods = {
+    runners = {
         name: ours(target, drafter, sampling, config.new_tokens, rule)
         for name, (drafter, rule) in methods.items()
     }
-    methods |= {
-        name: method
-        for name, method in peer_methods.items()
+    runners |= {
+        name: runner
+        for name, runner in peer_methods.items()
         if batch == 1 or name not in peers.ONE_ROW
     }
-    for method in methods.values():
-        method(prompts[0])  # compiles
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
-    order = list(methods.items())
+    for runner in runners.values():
+        runner(prompts[0])  # compiles
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in runners}
+    order = list(runners.items())
     for repeat in range(config.repeats):
         random.Random(repeat).shuffle(order)  # nobody always runs after the same neighbour
-        for name, method in order:
-            runs[name].append(_joined([method(group) for group in prompts]))
+        for name, runner in order:
+            runs[name].append(_joined([runner(group) for group in prompts]))
     emitted = len(prompts) * batch * config.new_tokens
     reference = runs[plain][0]["tokens"]
     case: dict[str, Any] = {
