@@ -1,12 +1,13 @@
 """The metrics for Prometheus, under vLLM's names, so that its dashboards work.
 
 The engine's counters are read at each scrape. The times of a text are those at which the engine
-delivered its pieces, which a task counts a few times a second. So a client that reads slowly does
-not make the engine look slow.
+delivered its pieces. They are counted a few times a second and at each scrape, so a client that
+reads slowly does not make the engine look slow.
 """
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -40,6 +41,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._label = {"model_name": model}
         self._watching: set[asyncio.Task[None]] = set()
+        self._texts: set[_Text] = set()
         self.registry.register(_EngineCollector(engine, model, sessions))  # pyright: ignore[reportArgumentType]
         names = ["model_name"]
         self._first = self._histogram(
@@ -75,7 +77,12 @@ class Metrics:
         ).labels(**self._label)
 
     def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format, with what has come up to now.
+
+        It runs in the event loop, as all that counts texts.
+        """
+        for text in list(self._texts):
+            self._look(text)
         return generate_latest(self.registry)
 
     def watch(self, handle: Handle, prompt_tokens: int) -> None:
@@ -83,41 +90,67 @@ class Metrics:
 
         It needs a running event loop.
         """
-        task = asyncio.get_running_loop().create_task(self._watch(handle, prompt_tokens))
+        text = _Text(handle, prompt_tokens)
+        self._texts.add(text)
+        task = asyncio.get_running_loop().create_task(self._watch(text))
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
 
-    async def _watch(self, handle: Handle, prompt_tokens: int) -> None:
-        count, before = 0, 0.0
-        while True:
-            news, is_over = handle.news(count)
-            count += len(news)
-            if news:
-                # The first piece may have no tokens: that of a request with max_tokens=0.
-                self._prompt.inc(prompt_tokens)
-                self._generated.inc(sum(len(piece.tokens) for _, piece in news))
-                prompt_tokens = 0
-            for delivered, piece in news:
-                if not piece.tokens:
-                    continue
-                if not before:
-                    first = handle.times.first_token or delivered
-                    self._first.observe(first - handle.times.submitted)
-                else:
-                    seconds = (delivered - before) / len(piece.tokens)
-                    for _ in piece.tokens:
-                        self._between.observe(seconds)
-                before = delivered
-            if is_over:
-                break
-            # Not at each piece: the times are exact all the same, and a task that is woken for each
-            # token would cost more than the token's JSON.
+    async def _watch(self, text: "_Text") -> None:
+        # Not at each piece: the times are exact all the same, and a task that is woken for each
+        # token would cost more than the token's JSON.
+        while text in self._texts:
+            self._look(text)
             await asyncio.sleep(_LOOK_SECONDS)
+
+    def _look(self, text: "_Text") -> None:
+        """Count what has come of a text."""
+        handle = text.handle
+        news, is_over = handle.news(text.count)
+        text.count += len(news)
+        if news:
+            # The first piece may have no tokens: that of a request with max_tokens=0.
+            self._prompt.inc(text.prompt_tokens)
+            self._generated.inc(sum(len(piece.tokens) for _, piece in news))
+            text.prompt_tokens = 0
+        for delivered, piece in news:
+            if not piece.tokens:
+                continue
+            if not text.before:
+                first = handle.times.first_token or delivered
+                self._first.observe(first - handle.times.submitted)
+            else:
+                seconds = (delivered - text.before) / len(piece.tokens)
+                for _ in piece.tokens:
+                    self._between.observe(seconds)
+            text.before = delivered
+        if is_over:
+            self._texts.discard(text)
+            self._count_end(handle)
+
+    def _count_end(self, handle: Handle) -> None:
         self._finished.labels(
             self._label["model_name"], _FINISHED[handle.finish_reason or "error"]
         ).inc()
         if handle.finish_reason in ("stop", "length") and handle.times.finished is not None:
             self._whole.observe(handle.times.finished - handle.times.submitted)
+
+
+@dataclass(eq=False)
+class _Text:
+    """A text that is observed.
+
+    Attributes:
+        handle: its handle.
+        prompt_tokens: the tokens of its prompt that are not counted yet.
+        count: the number of pieces that were counted.
+        before: when the newest of them with tokens was delivered; 0 if there is none.
+    """
+
+    handle: Handle
+    prompt_tokens: int
+    count: int = 0
+    before: float = 0.0
 
 
 class _EngineCollector:
