@@ -231,7 +231,7 @@ def _answer_commands(engine: PacedEngine, loop_thread: int) -> None:
 
 def main(step_seconds: float) -> int:
     """Serve until a signal comes."""
-    tokenizer = specjax.load("embedded").tokenizer
+    tokenizer = specjax.load("embedded", generation_config=None).tokenizer
     tokenizer.chat_template = TEMPLATE
     engine: Any = PacedEngine(tokenizer, step_seconds)
     service = Service(engine, AppOptions(names=("paced",)))

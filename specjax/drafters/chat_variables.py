@@ -5,7 +5,6 @@ thinking drafts thoughts poorly, so whoever uses it with chats of other variable
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def read(files: CheckpointFiles) -> dict[str, Any] | None:
 def copy(files: CheckpointFiles, directory: Path) -> None:
     """Copy the file of a checkpoint to another directory, if there is one."""
     if (files.directory / FILE).is_file():
-        shutil.copyfile(files.directory / FILE, directory / FILE)
+        write_text(directory / FILE, (files.directory / FILE).read_text(encoding="utf-8"))
 
 
 def compare(name: str, files: CheckpointFiles, tokenizer: Any, argument: str = _FIELD) -> None:
