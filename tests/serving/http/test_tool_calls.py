@@ -47,9 +47,6 @@ TOOLS: list[Any] = [
 ]
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather?"}]
 NO_THOUGHT: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
-SHORT: dict[str, Any] = {"logit_bias": {"2": 3, "93": 4}}
-"""Biases for a quotation mark and a brace of the embedded tokenizer, which make calls short."""
-
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "run-code.v2"}}
 
 
@@ -58,13 +55,7 @@ def client_of(name: str = "qwen3", **options: Any) -> Iterator[openai.OpenAI]:
     """Yield a client of a server of the embedded model with a published template."""
     generate = specjax.load("embedded")
     generate.tokenizer.chat_template = template(name)
-    sizes: dict[str, Any] = {
-        "rows": 8,
-        "capacity": 1024,
-        "page": 64,
-        "max_logprobs": 1,
-        "penalties": True,
-    }
+    sizes: dict[str, Any] = {"rows": 4, "capacity": 1024, "page": 64, "max_logprobs": 1}
     with (
         Engine(
             generate.target,
@@ -160,7 +151,7 @@ def by_chat(client: openai.OpenAI, wish: Wish, stream: bool) -> Called:
         "parallel_tool_calls": wish.is_parallel,
         "seed": wish.seed,
         "temperature": wish.temperature,
-        "extra_body": NO_THOUGHT | SHORT,
+        "extra_body": NO_THOUGHT,
     }
     answer = ask(client, stream=stream, **fields)
     parts = whole_of(list(answer)) if stream else parts_of(answer)
@@ -182,7 +173,7 @@ def by_responses(client: Any, wish: Wish, stream: bool) -> Called:
         max_output_tokens=160,
         temperature=wish.temperature,
         stream=stream,
-        extra_body={"seed": wish.seed, **NO_THOUGHT, **SHORT},
+        extra_body={"seed": wish.seed, **NO_THOUGHT},
     )
     if stream:
         events = list(answer)
@@ -217,7 +208,7 @@ def by_messages(client: Any, wish: Wish, stream: bool) -> Called:
             for name, schema in SCHEMAS.items()
         ],
         "tool_choice": choice | {"disable_parallel_tool_use": not wish.is_parallel},
-        "extra_body": {"seed": wish.seed, "temperature": wish.temperature, **NO_THOUGHT, **SHORT},
+        "extra_body": {"seed": wish.seed, "temperature": wish.temperature, **NO_THOUGHT},
     }
     if not stream:
         answer = client.messages.create(**options)
@@ -294,14 +285,15 @@ def stream_and_check(url: str, count: int) -> None:
             assert not wish.name or streamed.calls[0][0] == wish.name
         return streamed.is_whole
 
-    with ThreadPoolExecutor(8) as threads:
+    with ThreadPoolExecutor(4) as threads:
         whole = sum(threads.map(check, range(count)))
     print(f"{whole} of {count} texts ended with a call, {count - whole} at the limit")
-    assert whole > 0.6 * count
+    assert whole > 0.4 * count
 
 
-def test_a_thousand_calls_are_streamed(client: openai.OpenAI) -> None:
-    stream_and_check(str(client.base_url).removesuffix("/v1/"), 1000)
+@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_calls_are_streamed_over_all_interfaces(client: openai.OpenAI, count: int) -> None:
+    stream_and_check(str(client.base_url).removesuffix("/v1/"), count)
 
 
 def test_several_texts_of_a_request_have_calls_of_their_own(client: openai.OpenAI) -> None:
