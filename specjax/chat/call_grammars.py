@@ -10,7 +10,13 @@ from specjax.chat.unquoted_arguments import unquoted_arguments
 from specjax.errors import InputError
 from specjax.grammars import Grammar, JsonObject, JsonSchema
 from specjax.grammars.grammar import check_grammar
-from specjax.grammars.structure import Node, node_of_source, structure_source
+from specjax.grammars.structure import (
+    Node,
+    all_of,
+    constant,
+    node_of_source,
+    structure_source,
+)
 
 _SPACE: Node = {"regex": r"/[ \n]{0,4}/"}
 """The white space that may follow a thought."""
@@ -65,7 +71,7 @@ class ToolCalls(Grammar):
         if is_text and not syntax.trigger:
             raise InputError("syntax.trigger='': calls in text need one; give required=True")
         bodies = {
-            name: _all(arguments_node(syntax, schema), _text(syntax.end))
+            name: all_of(arguments_node(syntax, schema), constant(syntax.end))
             for name, schema in tools.items()
         }
         several = several and syntax.between is not None
@@ -73,10 +79,12 @@ class ToolCalls(Grammar):
             answer = _text_with_calls(syntax, bodies, several)
             self._write(structure_source(_perhaps_after(thought, answer)))
             return
-        answer = _all(_text(syntax.first), _listed(syntax, bodies, several), _text(syntax.last))
+        answer = all_of(
+            constant(syntax.first), _listed(syntax, bodies, several), constant(syntax.last)
+        )
         if instead is not None:
             answer = {"any": [answer, _content(instead, content)]}
-        self._write(structure_source(_all(*_before_answer(thought), answer)))
+        self._write(structure_source(all_of(*_before_answer(thought), answer)))
 
 
 class AfterThought(Grammar):
@@ -104,7 +112,7 @@ class AfterThought(Grammar):
     ) -> None:
         """Make the grammar."""
         answer = _content(grammar, content)
-        self._write(structure_source(_all(*_before_answer(thought), answer)))
+        self._write(structure_source(all_of(*_before_answer(thought), answer)))
 
 
 def arguments_node(syntax: CallSyntax, schema: Mapping[str, Any] | None) -> Node:
@@ -154,14 +162,14 @@ def _before_answer(thought: ThoughtSyntax | None) -> list[Node]:
         return []
     space = [_SPACE] if thought.with_space else []
     if thought.is_open:
-        return [_inside(thought), _text(thought.end), _text(thought.behind), *space]
-    return [{"repeat": _all(_whole(thought), *space), "min": 0, "max": 1}]
+        return [_inside(thought), constant(thought.end), constant(thought.behind), *space]
+    return [{"repeat": all_of(_whole(thought), *space), "min": 0, "max": 1}]
 
 
 def _content(grammar: Grammar, begin: str) -> Node:
     """Return content that a grammar describes, with the text before it."""
     check_grammar(grammar)
-    return _all(_text(begin), node_of_source(grammar.source))
+    return all_of(constant(begin), node_of_source(grammar.source))
 
 
 def _perhaps_after(thought: ThoughtSyntax | None, answer: Node) -> Node:
@@ -169,15 +177,20 @@ def _perhaps_after(thought: ThoughtSyntax | None, answer: Node) -> Node:
     if thought is None:
         return answer
     if thought.is_open:
-        content = _all(_text(thought.behind), answer)
+        content = all_of(constant(thought.behind), answer)
         tag = {"trigger": thought.end, "begin": thought.end, "content": content}
         return {"free": {"tags": [tag], "excludes": list(thought.excludes), "is_once": True}}
-    return _all({"repeat": _whole(thought), "min": 0, "max": 1}, answer)
+    return all_of({"repeat": _whole(thought), "min": 0, "max": 1}, answer)
 
 
 def _whole(thought: ThoughtSyntax) -> Node:
-    parts = (_text(thought.begin), _inside(thought), _text(thought.end), _text(thought.behind))
-    return _all(*parts)
+    parts = (
+        constant(thought.begin),
+        _inside(thought),
+        constant(thought.end),
+        constant(thought.behind),
+    )
+    return all_of(*parts)
 
 
 def _inside(thought: ThoughtSyntax) -> Node:
@@ -186,17 +199,19 @@ def _inside(thought: ThoughtSyntax) -> Node:
 
 def _listed(syntax: CallSyntax, bodies: Mapping[str, Node], several: bool) -> Node:
     """Return one call, or several with what is between them."""
-    call: Node = {"any": [_all(_text(syntax.before(name)), body) for name, body in bodies.items()]}
+    call: Node = {
+        "any": [all_of(constant(syntax.before(name)), body) for name, body in bodies.items()]
+    }
     if not several:
         return call
-    more = _all(_text(syntax.between or ""), call)
-    return _all(call, {"repeat": more, "min": 0, "max": None})
+    more = all_of(constant(syntax.between or ""), call)
+    return all_of(call, {"repeat": more, "min": 0, "max": None})
 
 
 def _text_with_calls(syntax: CallSyntax, bodies: Mapping[str, Node], several: bool) -> Node:
     """Return free text in which calls may come."""
     if syntax.first:
-        content = _all(_listed(syntax, bodies, several), _text(syntax.last))
+        content = all_of(_listed(syntax, bodies, several), constant(syntax.last))
         begins = [(syntax.first, content)]
     else:
         begins = [(syntax.before(name), body) for name, body in bodies.items()]
@@ -205,11 +220,3 @@ def _text_with_calls(syntax: CallSyntax, bodies: Mapping[str, Node], several: bo
     ]
     # A list has all the calls of an answer.
     return {"free": {"tags": tags, "is_once": not several or bool(syntax.first)}}
-
-
-def _all(*nodes: Node) -> Node:
-    return {"all": list(nodes)}
-
-
-def _text(text: str) -> Node:
-    return {"text": text}

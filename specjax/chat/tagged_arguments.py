@@ -13,15 +13,14 @@ from typing import Any
 from specjax.chat.calls import typed_value
 from specjax.chat.parameter_types import ParameterTypes, Types
 from specjax.chat.tool_schemas import (
-    ANNOTATIONS,
+    alternatives,
     checked_count,
     checked_keys,
-    checked_reference,
     unsupported_error,
 )
 from specjax.errors import InputError
 from specjax.grammars import JsonSchema
-from specjax.grammars.structure import Node, node_of_source
+from specjax.grammars.structure import Node, all_of, constant, node_of_source
 
 _END = "</parameter>"
 _CALL_END = "</tool_call>"
@@ -30,9 +29,6 @@ _KEY = r"[^<>\n]{1,64}"
 MAX_WAYS = 64
 """The number of ways to write one argument: the parts of unions, and the values of enumerations."""
 
-_OF_ARGUMENTS = frozenset(
-    ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
-)
 _OF_STRINGS = frozenset(
     (
         *("pattern", "format", "not", "if", "then", "else", "allOf", "anyOf", "oneOf"),
@@ -50,7 +46,9 @@ def any_tagged_arguments() -> Node:
         >>> any_tagged_arguments()["min"]
         0
     """
-    argument = _all(_text("<parameter="), {"regex": f"/{_KEY}/"}, _text(">\n"), _free_string())
+    argument = all_of(
+        constant("<parameter="), {"regex": f"/{_KEY}/"}, constant(">\n"), _free_string()
+    )
     return {"repeat": argument, "min": 0, "max": None}
 
 
@@ -58,8 +56,8 @@ def tagged_arguments(schema: Mapping[str, Any]) -> Node:
     """Return the node of the arguments of a schema, in its order.
 
     Args:
-        schema: the JSON schema of the arguments. Its ``properties``, ``required`` and definitions
-            count. There are no other arguments than these.
+        schema: the JSON schema of the arguments, without annotations. Its ``properties``,
+            ``required`` and definitions count. There are no other arguments than these.
 
     Raises:
         InputError: a part of the schema is not supported.
@@ -71,12 +69,8 @@ def tagged_arguments(schema: Mapping[str, Any]) -> Node:
         {'text': '<parameter=city>\\n'}
     """
     properties, required = checked_keys(schema, "schema")
-    if unsupported := sorted(set(schema) - _OF_ARGUMENTS - ANNOTATIONS):
-        raise unsupported_error(f"schema.{unsupported[0]}")
-    if isinstance(schema.get("additionalProperties"), Mapping):
-        raise unsupported_error("schema.additionalProperties")
     arguments = _Arguments(schema)
-    return _all(
+    return all_of(
         *(
             {"repeat": arguments.node(key, part), "min": int(key in required), "max": 1}
             for key, part in properties.items()
@@ -98,8 +92,8 @@ class _Arguments:
             raise InputError(f"schema.properties: {key!r} cannot be written as a tag; rename it")
         types = self._types.of(key)
         if types is None:
-            if self._is_open(schema):
-                return _all(_text(f"<parameter={key}>\n"), _free_string())
+            if schema is True or schema == {}:
+                return all_of(constant(f"<parameter={key}>\n"), _free_string())
             raise InputError(f"{place}: its type is not stated; state 'type'")
         parts = self._parts(schema, place)
         if any(map(_is_free, parts)) and any(map(_is_restricted, parts)):
@@ -109,14 +103,11 @@ class _Arguments:
         if not 0 < len(ways) <= MAX_WAYS:
             raise InputError(f"{place}: it has {len(ways)} ways; give 1 to {MAX_WAYS}")
         value = ways[0] if len(ways) == 1 else {"any": ways}
-        return _all(_text(f"<parameter={key}>\n"), value)
+        return all_of(constant(f"<parameter={key}>\n"), value)
 
-    def _is_open(self, schema: Any) -> bool:
-        return schema is True or (isinstance(schema, Mapping) and not set(schema) - ANNOTATIONS)
-
-    def _parts(self, schema: Any, place: str) -> list[dict[str, Any]]:
+    def _parts(self, schema: Any, place: str) -> list[Mapping[str, Any]]:
         """Return the schemas without unions and references of which a value satisfies one."""
-        parts: list[dict[str, Any]] = []
+        parts: list[Mapping[str, Any]] = []
         remaining = [schema]
         for _ in range(4 * MAX_WAYS):
             if not remaining:
@@ -124,33 +115,14 @@ class _Arguments:
             part = remaining.pop(0)
             if not isinstance(part, Mapping):
                 raise InputError(f"{place}={part!r}: not supported; give an object")
-            content = {key: value for key, value in part.items() if key not in ANNOTATIONS}
-            inner = self._alternatives(content, place)
+            inner = alternatives(self._root, part, place)
             if inner is not None:
                 remaining = [*inner, *remaining]
-            elif content not in parts:
-                parts.append(content)
+            elif part not in parts:
+                parts.append(part)
         raise InputError(f"{place}: it has too many unions and references; use fewer")
 
-    def _alternatives(self, content: Mapping[str, Any], place: str) -> list[Any] | None:
-        """Return the schemas that a union is made of; None if it is none."""
-        if set(content) == {"$ref"}:
-            return [checked_reference(self._root, content["$ref"], place)]
-        for union in ("anyOf", "oneOf"):
-            if set(content) == {union} and isinstance(content[union], list) and content[union]:
-                return content[union]
-        if set(content) == {"allOf"} and isinstance(content["allOf"], list):
-            (*rest, part) = content["allOf"] or [None]
-            return None if rest or part is None else [part]
-        if content.get("nullable") is True:
-            rest = {key: part for key, part in content.items() if key != "nullable"}
-            return [rest, {"type": "null"}]
-        kinds = content.get("type")
-        if isinstance(kinds, list) and kinds:
-            return [{**content, "type": kind} for kind in kinds]
-        return None
-
-    def _ways(self, content: dict[str, Any], types: Types, place: str) -> list[Node]:
+    def _ways(self, content: Mapping[str, Any], types: Types, place: str) -> list[Node]:
         """Return the ways to write a value of a part, each with the tag behind it."""
         values, kind = _values(content), content.get("type")
         if isinstance(values, list) and values and kind in (None, "string"):
@@ -165,10 +137,10 @@ class _Arguments:
             raise unsupported_error(f"{place}, whose type is not clear,")
         return [self._json(content)]
 
-    def _json(self, schema: dict[str, Any]) -> Node:
-        shared = self._shared if '"$ref"' in json.dumps(schema) else {}
+    def _json(self, schema: Mapping[str, Any]) -> Node:
+        shared = self._shared if '"$ref"' in json.dumps(dict(schema)) else {}
         source = JsonSchema({**schema, **shared}).source
-        return _all(node_of_source(source), _text(f"\n{_END}\n"))
+        return all_of(node_of_source(source), constant(f"\n{_END}\n"))
 
 
 def _values(content: Mapping[str, Any]) -> Any:
@@ -199,13 +171,13 @@ def _string(schema: Mapping[str, Any], place: str) -> Node:
         return _free_string()
     bounds = f"{{{least},{'' if most is None else most}}}"
     terminal = f"(/(?s:.){bounds}/ & ~/(?s:.*)(<\\/parameter>|<\\/tool_call>)(?s:.*)/)"
-    return _all({"regex": terminal}, _text(f"\n{_END}\n"))
+    return all_of({"regex": terminal}, constant(f"\n{_END}\n"))
 
 
 def _free_string() -> Node:
     """Return any string, with the line break and the tag behind it."""
     # It ends at the first tag, wherever that is, because a reader ends it there, too.
-    return _all({"free": {"excludes": [_CALL_END]}}, _text(_END), _text("\n"))
+    return all_of({"free": {"excludes": [_CALL_END]}}, constant(_END), constant("\n"))
 
 
 def _constant(value: str, types: Types, place: str) -> Node:
@@ -213,12 +185,4 @@ def _constant(value: str, types: Types, place: str) -> Node:
         raise InputError(f"{place}: {value!r} would end the call; rename it")
     if typed_value(value, types) != value:
         raise InputError(f"{place}: {value!r} would be read as another type; rename it")
-    return _all(_text(value), _text(f"\n{_END}\n"))
-
-
-def _all(*nodes: Node) -> Node:
-    return {"all": list(nodes)}
-
-
-def _text(text: str) -> Node:
-    return {"text": text}
+    return all_of(constant(value), constant(f"\n{_END}\n"))

@@ -11,6 +11,11 @@ ANNOTATIONS = frozenset(
 """The keywords of a schema that restrict no value."""
 
 
+_OF_OBJECTS = frozenset(
+    ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
+)
+
+
 def without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema without the descriptions and titles in it, which restrict no value.
 
@@ -24,7 +29,9 @@ def without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(key: str, part: Any) -> Any:
     """Return the value of a keyword without annotations."""
-    if key in ("properties", "patternProperties", "$defs", "definitions") and _is_object(part):
+    if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(
+        part, Mapping
+    ):
         return {name: _inner(schema) for name, schema in part.items()}
     if key in ("anyOf", "allOf", "oneOf", "prefixItems", "items") and isinstance(part, list):
         return [_inner(schema) for schema in part]
@@ -34,11 +41,7 @@ def _plain(key: str, part: Any) -> Any:
 
 
 def _inner(schema: Any) -> Any:
-    return without_annotations(schema) if _is_object(schema) else schema
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Mapping)
+    return without_annotations(schema) if isinstance(schema, Mapping) else schema
 
 
 def resolved(root: Mapping[str, Any], reference: Any) -> Any:
@@ -71,13 +74,18 @@ def checked_keys(schema: Mapping[str, Any], place: str) -> tuple[Mapping[str, An
     """Return the properties of an object's schema, and the names of the required ones.
 
     Raises:
-        InputError: they are not an object and a list of its keys.
+        InputError: they are not an object and a list of its keys, or the schema says more of an
+            object than which keys it has.
 
     Examples:
         >>> from specjax.chat.tool_schemas import checked_keys
         >>> checked_keys({"properties": {"a": {}}, "required": ["a"]}, "schema")
         ({'a': {}}, ['a'])
     """
+    if unsupported := sorted(set(schema) - _OF_OBJECTS):
+        raise unsupported_error(f"{place}.{unsupported[0]}")
+    if isinstance(schema.get("additionalProperties"), Mapping):
+        raise unsupported_error(f"{place}.additionalProperties")
     properties, required = schema.get("properties"), schema.get("required")
     properties = {} if properties is None else properties
     required = [] if required is None else required
@@ -124,6 +132,45 @@ def checked_reference(root: Mapping[str, Any], reference: Any, place: str) -> An
     if target is None:
         raise InputError(f"{place}.$ref={reference!r}: the schema has no such part; correct it")
     return target
+
+
+def alternatives(
+    root: Mapping[str, Any], schema: Mapping[str, Any], place: str
+) -> list[Any] | None:
+    """Return the schemas of which a value satisfies one; None if a schema is no union.
+
+    A reference, ``nullable`` and a list of types are unions, too.
+
+    Args:
+        root: the whole schema.
+        schema: a schema in it, without annotations.
+        place: where it is, for errors.
+
+    Raises:
+        InputError: a reference points to nothing.
+
+    Examples:
+        >>> from specjax.chat.tool_schemas import alternatives
+        >>> alternatives({}, {"type": ["string", "null"]}, "schema")
+        [{'type': 'string'}, {'type': 'null'}]
+        >>> alternatives({}, {"type": "string"}, "schema") is None
+        True
+    """
+    if set(schema) == {"$ref"}:
+        return [checked_reference(root, schema["$ref"], place)]
+    for union in ("anyOf", "oneOf"):
+        if set(schema) == {union} and isinstance(schema[union], list) and schema[union]:
+            return schema[union]
+    if set(schema) == {"allOf"} and isinstance(schema["allOf"], list):
+        (*rest, part) = schema["allOf"] or [None]
+        return None if rest or part is None else [part]
+    if schema.get("nullable") is True:
+        rest = {key: part for key, part in schema.items() if key != "nullable"}
+        return [rest, {"type": "null"}]
+    kinds = schema.get("type")
+    if isinstance(kinds, list) and kinds:
+        return [{**schema, "type": kind} for kind in kinds]
+    return None
 
 
 def unsupported_error(place: str) -> InputError:

@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.chat.tool_schemas import (
-    ANNOTATIONS,
+    alternatives,
     checked_count,
     checked_keys,
-    checked_reference,
     unsupported_error,
 )
 from specjax.errors import InputError
 from specjax.grammars import JsonSchema
-from specjax.grammars.structure import Node, node_of_source
+from specjax.grammars.structure import Node, all_of, constant, node_of_source
 
 _QUOTE = '<|"|>'
 _CALL_END = "<tool_call|>"
@@ -28,13 +27,12 @@ _MAX_KEYS = 40
 _MAX_SCHEMAS = 500
 """The number of schemas that are read for one tool. References can repeat without an end."""
 _SCALARS = ("integer", "number", "boolean", "null")
-_OF_OBJECTS = frozenset(
-    ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
-)
 
 
 def unquoted_arguments(schema: Mapping[str, Any] | None) -> Node:
     """Return the node of the arguments of a schema; None: of any arguments, of two levels at most.
+
+    The schema is without annotations.
 
     Raises:
         InputError: a part of the schema is not supported.
@@ -62,12 +60,10 @@ class _Values:
             raise InputError(f"{place}: it has too many levels, unions or references; use fewer")
         if schema is not True and not isinstance(schema, Mapping):
             raise InputError(f"{place}={schema!r}: not supported; give an object")
-        content = (
-            {} if schema is True else {k: v for k, v in schema.items() if k not in ANNOTATIONS}
-        )
+        content = {} if schema is True else schema
         if not content:
             return _any_value()
-        if (parts := self._alternatives(content, place)) is not None:
+        if (parts := alternatives(self._root, content, place)) is not None:
             return {"any": [self.node(part, place, depth + 1) for part in parts]}
         values = content.get("enum", [content["const"]] if "const" in content else None)
         if isinstance(values, list) and values:
@@ -83,33 +79,9 @@ class _Values:
             return _json(content)
         raise InputError(f"{place}.type={kind!r}: not supported for this model; state one type")
 
-    def _alternatives(self, content: Mapping[str, Any], place: str) -> list[Any] | None:
-        """Return the schemas of which a value satisfies one; None if there is but this one."""
-        if set(content) == {"$ref"}:
-            return [checked_reference(self._root, content["$ref"], place)]
-        for union in ("anyOf", "oneOf"):
-            if set(content) == {union} and isinstance(content[union], list) and content[union]:
-                return content[union]
-        if set(content) == {"allOf"} and isinstance(content["allOf"], list):
-            (*rest, part) = content["allOf"] or [None]
-            return None if rest or part is None else [part]
-        if content.get("nullable") is True:
-            rest = {key: part for key, part in content.items() if key != "nullable"}
-            return [rest, {"type": "null"}]
-        if isinstance(content.get("type"), list) and content["type"]:
-            return [{**content, "type": kind} for kind in content["type"]]
-        return None
-
     def object(self, schema: Mapping[str, Any], place: str, depth: int) -> Node:
         """Return the node of an object with the declared keys."""
-        unsupported = sorted(set(schema) - _OF_OBJECTS - ANNOTATIONS)
-        if unsupported:
-            raise InputError(
-                f"{place}.{unsupported[0]}: not supported for this model; leave it out"
-            )
         properties, required = checked_keys(schema, place)
-        if isinstance(schema.get("additionalProperties"), Mapping):
-            raise unsupported_error(f"{place}.additionalProperties")
         if not properties and depth and schema.get("additionalProperties") is not False:
             return _any_object()
         if len(properties) > _MAX_KEYS:
@@ -119,9 +91,13 @@ class _Values:
             if not re.fullmatch(_KEY, key):
                 raise InputError(f"{place}.properties: {key!r} needs quotes; rename it")
             value = self.node(properties[key], f"{place}.properties.{key}", depth + 1)
-            pairs.append(_all(_text(f"{key}:"), value))
+            pairs.append(all_of(constant(f"{key}:"), value))
         is_required = [key in required for key in sorted(properties)]
-        return _all(_text("{"), _listed(pairs, is_required), _text("}")) if pairs else _text("{}")
+        return (
+            all_of(constant("{"), _listed(pairs, is_required), constant("}"))
+            if pairs
+            else constant("{}")
+        )
 
     def _array(self, schema: Mapping[str, Any], place: str, depth: int) -> Node:
         if unsupported := sorted(set(schema) - {"type", "items", "minItems", "maxItems"}):
@@ -132,15 +108,15 @@ class _Values:
         least = checked_count(schema, "minItems", place) or 0
         most = checked_count(schema, "maxItems", place)
         if most == 0:
-            return _text("[]")
+            return constant("[]")
         more = {
-            "repeat": _all(_text(","), item),
+            "repeat": all_of(constant(","), item),
             "min": max(0, least - 1),
             "max": None if most is None else max(most, least) - 1,
         }
-        some = _all(item, more)
+        some = all_of(item, more)
         items = some if least else {"repeat": some, "min": 0, "max": 1}
-        return _all(_text("["), items, _text("]"))
+        return all_of(constant("["), items, constant("]"))
 
 
 def _listed(pairs: Sequence[Node], is_required: Sequence[bool]) -> Node:
@@ -148,16 +124,16 @@ def _listed(pairs: Sequence[Node], is_required: Sequence[bool]) -> Node:
 
     def rest(start: int) -> list[Node]:
         return [
-            {"repeat": _all(_text(","), pair), "min": int(needed), "max": 1}
+            {"repeat": all_of(constant(","), pair), "min": int(needed), "max": 1}
             for pair, needed in zip(pairs[start:], is_required[start:], strict=True)
         ]
 
     ways: list[Node] = []
     for index, pair in enumerate(pairs):
-        ways.append(_all(pair, *rest(index + 1)))
+        ways.append(all_of(pair, *rest(index + 1)))
         if is_required[index]:
             return {"any": ways}
-    return {"any": [*ways, _text("")]}
+    return {"any": [*ways, constant("")]}
 
 
 def _string(schema: Mapping[str, Any], place: str) -> Node:
@@ -166,18 +142,18 @@ def _string(schema: Mapping[str, Any], place: str) -> Node:
     if unsupported := sorted(set(schema) - {"type", "minLength", "maxLength"}):
         raise unsupported_error(f"{place}.{unsupported[0]}")
     if not least and most is None:
-        return _all(_text(_QUOTE), {"free": {"excludes": [_CALL_END]}}, _text(_QUOTE))
+        return all_of(constant(_QUOTE), {"free": {"excludes": [_CALL_END]}}, constant(_QUOTE))
     bounds = f"{{{least},{'' if most is None else most}}}"
     excluded = '(<\\|"\\|>|<tool_call\\|>)'
     terminal = f"(/(?s:.){bounds}/ & ~/(?s:.*){excluded}(?s:.*)/)"
-    return _all(_text(_QUOTE), {"regex": terminal}, _text(_QUOTE))
+    return all_of(constant(_QUOTE), {"regex": terminal}, constant(_QUOTE))
 
 
 def _constant(value: Any, place: str) -> Node:
     if isinstance(value, str):
         if _QUOTE in value or _CALL_END in value:
             raise InputError(f"{place}: {value!r} would end the string; rename it")
-        return _text(f"{_QUOTE}{value}{_QUOTE}")
+        return constant(f"{_QUOTE}{value}{_QUOTE}")
     if isinstance(value, list | Mapping):
         raise InputError(
             f"{place}: {value!r}: only strings, numbers, booleans and null may be values"
@@ -191,27 +167,19 @@ def _any_value(depth: int = 2) -> Node:
     if not depth:
         return {"any": scalars}
     items = _any_number_of(_any_value(depth - 1))
-    return {"any": [*scalars, _all(_text("["), items, _text("]")), _any_object(depth)]}
+    return {"any": [*scalars, all_of(constant("["), items, constant("]")), _any_object(depth)]}
 
 
 def _any_object(depth: int = 2) -> Node:
-    pair = _all({"regex": f"/{_KEY}/"}, _text(":"), _any_value(depth - 1))
-    return _all(_text("{"), _any_number_of(pair), _text("}"))
+    pair = all_of({"regex": f"/{_KEY}/"}, constant(":"), _any_value(depth - 1))
+    return all_of(constant("{"), _any_number_of(pair), constant("}"))
 
 
 def _any_number_of(part: Node) -> Node:
     """Return a part any number of times, with commas between."""
-    more: Node = {"repeat": _all(_text(","), part), "min": 0, "max": None}
-    return {"repeat": _all(part, more), "min": 0, "max": 1}
+    more: Node = {"repeat": all_of(constant(","), part), "min": 0, "max": None}
+    return {"repeat": all_of(part, more), "min": 0, "max": 1}
 
 
 def _json(schema: Mapping[str, Any]) -> Node:
     return node_of_source(JsonSchema(schema).source)
-
-
-def _all(*nodes: Node) -> Node:
-    return {"all": list(nodes)}
-
-
-def _text(text: str) -> Node:
-    return {"text": text}

@@ -137,6 +137,28 @@ def structure_source(node: Node) -> str:
     return json.dumps({"structure": node})
 
 
+def all_of(*nodes: Node) -> Node:
+    """Return the node of nodes one after the other.
+
+    Examples:
+        >>> from specjax.grammars.structure import all_of, constant
+        >>> all_of(constant("a"), constant("b"))
+        {'all': [{'text': 'a'}, {'text': 'b'}]}
+    """
+    return {"all": list(nodes)}
+
+
+def constant(text: str) -> Node:
+    """Return the node of a constant text.
+
+    Examples:
+        >>> from specjax.grammars.structure import constant
+        >>> constant("a")
+        {'text': 'a'}
+    """
+    return {"text": text}
+
+
 def node_of_source(source: str) -> Node:
     """Return a node for the `Grammar.source` of another grammar."""
     parsed = json.loads(source)

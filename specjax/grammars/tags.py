@@ -8,7 +8,7 @@ from typing import Any
 from specjax.errors import InputError
 from specjax.grammars.grammar import Grammar, JsonSchema, Lark, check_grammar
 from specjax.grammars.notation import regex_terminal
-from specjax.grammars.structure import Node, node_of_source, structure_source
+from specjax.grammars.structure import Node, all_of, constant, node_of_source, structure_source
 
 MAX_ENTRIES = 256
 """The largest number of entries of a list in a structural tag, such as its tags."""
@@ -122,7 +122,7 @@ def _parse(spec: Any) -> Node:
         path = f"structural_tag.structures[{index}]"
         item = _Fields(path, structure, {"begin", "schema", "end"})
         content = _grammar_node(JsonSchema(item.require("schema")))
-        tags.append((item.string("begin"), _all(content, _text(item.string("end", None)))))
+        tags.append((item.string("begin"), all_of(content, constant(item.string("end", None)))))
     return _triggered(fields, fields.strings("triggers"), tags)
 
 
@@ -212,7 +212,7 @@ def _format(path: str, value: Any) -> Node:
 
 
 def _const_string(fields: _Fields) -> Node:
-    return _text(fields.string("value", None))
+    return constant(fields.string("value", None))
 
 
 def _json_schema(fields: _Fields) -> Node:
@@ -254,7 +254,7 @@ def _token(fields: _Fields) -> Node:
 
 
 def _sequence(fields: _Fields) -> Node:
-    return _all(*_formats(fields, "elements"))
+    return all_of(*_formats(fields, "elements"))
 
 
 def _or(fields: _Fields) -> Node:
@@ -288,19 +288,19 @@ def _formats(fields: _Fields, name: str) -> list[Node]:
 
 def _tag(fields: _Fields) -> Node:
     begin = fields.require("begin")
-    first = _text(begin) if isinstance(begin, str) else _format(f"{fields.path}.begin", begin)
-    return _all(first, _content(fields), _end(fields))
+    first = constant(begin) if isinstance(begin, str) else _format(f"{fields.path}.begin", begin)
+    return all_of(first, _content(fields), _end(fields))
 
 
 def _end(fields: _Fields) -> Node:
     """Return what ends a tag: a string, one of several, or a token."""
     end = fields.require("end")
     if isinstance(end, str):
-        return _text(end)
+        return constant(end)
     if isinstance(end, dict):
         return _format(f"{fields.path}.end", end)
     ends = fields.strings("end")
-    return {"any": [_text(end) for end in ends]} if ends else _text("")
+    return {"any": [constant(end) for end in ends]} if ends else constant("")
 
 
 def _tags(fields: _Fields) -> list[tuple[str, Node]]:
@@ -309,7 +309,7 @@ def _tags(fields: _Fields) -> list[tuple[str, Node]]:
     for index, value in enumerate(fields.objects("tags")):
         tag = _Fields(f"{fields.path}.tags[{index}]", value, {"type", *_TAG})
         tag.only("type", "tag")
-        tags.append((tag.string("begin"), _all(_content(tag), _end(tag))))
+        tags.append((tag.string("begin"), all_of(_content(tag), _end(tag))))
     return tags
 
 
@@ -344,10 +344,10 @@ def _triggered(fields: _Fields, triggers: Sequence[str], tags: Sequence[tuple[st
 
 
 def _tags_with_separator(fields: _Fields) -> Node:
-    tag: Node = {"any": [_all(_text(begin), content) for begin, content in _tags(fields)]}
-    more = _all(_text(fields.string("separator", None)), tag)
+    tag: Node = {"any": [all_of(constant(begin), content) for begin, content in _tags(fields)]}
+    more = all_of(constant(fields.string("separator", None)), tag)
     most = 0 if fields.flag("stop_after_first") else None
-    some = tag if most == 0 else _all(tag, {"repeat": more, "min": 0, "max": most})
+    some = tag if most == 0 else all_of(tag, {"repeat": more, "min": 0, "max": most})
     return some if fields.flag("at_least_one") else {"repeat": some, "min": 0, "max": 1}
 
 
@@ -371,14 +371,6 @@ def _dispatch(fields: _Fields) -> Node:
             "is_once": not fields.flag("loop", True),
         }
     }
-
-
-def _all(*nodes: Node) -> Node:
-    return {"all": list(nodes)}
-
-
-def _text(text: str) -> Node:
-    return {"text": text}
 
 
 def _grammar_node(grammar: Grammar) -> Node:

@@ -54,6 +54,10 @@ class AnswerGrammars:
             return False
         return mode == "required" or bool(calls.trigger) or request.params.grammar is not None
 
+    def is_needed(self, request: TextRequest) -> bool:
+        """Return whether a request has a grammar: its own, or that of its calls."""
+        return request.params.grammar is not None or self.has_calls(request)
+
     async def compile(self, request: TextRequest, begin: str) -> CompiledGrammar | None:
         """Compile the grammar of a request; None if it has none.
 
@@ -77,11 +81,21 @@ class AnswerGrammars:
             return None
         if thought is not None or content:
             grammar = AfterThought(thought, grammar, content=content)
+        return await self._compile_stated(grammar, name)
+
+    async def _compiled(self, grammar: Grammar, name: str) -> CompiledGrammar:
+        """Compile a grammar. An InputError is of the reason alone, without the grammar."""
         try:
             return await self._jobs.compile(grammar, name)
         except InputError as error:
-            message = str(error).removeprefix(f"grammar={grammar!r}: ")
-            raise invalid(name, f"{name}: {message}") from None
+            raise InputError(str(error).removeprefix(f"grammar={grammar!r}: ")) from None
+
+    async def _compile_stated(self, grammar: Grammar, name: str) -> CompiledGrammar:
+        """Compile the grammar that a parameter states, and name the parameter in errors."""
+        try:
+            return await self._compiled(grammar, name)
+        except InputError as error:
+            raise invalid(name, f"{name}: {error}") from None
 
     async def _compile_calls(
         self, request: TextRequest, thought: ThoughtSyntax | None, content: str
@@ -122,7 +136,7 @@ class AnswerGrammars:
         async def compiled(numbers: Iterable[int], instead: Grammar | None) -> CompiledGrammar:
             # A large schema takes long, and other requests go on meanwhile.
             grammar = await asyncio.to_thread(grammar_of, numbers, instead)
-            return await self._jobs.compile(grammar, "tools")
+            return await self._compiled(grammar, "tools")
 
         try:
             return await compiled(functions, instead)
@@ -130,12 +144,7 @@ class AnswerGrammars:
             refusal = error
         # It is the fault of the request's own grammar, or of schemas. Each is compiled alone.
         if instead is not None:
-            name = request.grammar_name
-            try:
-                await self._jobs.compile(instead, name)
-            except InputError as error:
-                message = str(error).removeprefix(f"grammar={instead!r}: ")
-                raise invalid(name, f"{name}: {message}") from None
+            await self._compile_stated(instead, request.grammar_name)
         for index, function in functions.items():
             is_strict = bool(function.get("strict")) or choice.mode == "required"
             if len(lenient) >= MAX_FAULTY_SCHEMAS and not is_strict:
@@ -145,17 +154,12 @@ class AnswerGrammars:
                 await compiled([index], None)
             except InputError as error:
                 if is_strict:
-                    message = f"tools[{index}].function.parameters: {_reason(error)}"
+                    message = f"tools[{index}].function.parameters: {error}"
                     raise invalid("tools", message) from None
                 lenient.add(index)
         if not lenient:
-            raise invalid("tools", f"tools: {_reason(refusal)}")
+            raise invalid("tools", f"tools: {refusal}")
         try:
             return await compiled(functions, instead)
         except InputError as error:
-            raise invalid("tools", f"tools: {_reason(error)}") from None
-
-
-def _reason(error: InputError) -> str:
-    """Return what a compiler says of a grammar, without the grammar."""
-    return str(error).partition("...'): ")[2] or str(error)
+            raise invalid("tools", f"tools: {error}") from None

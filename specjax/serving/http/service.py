@@ -265,8 +265,11 @@ class Service:
         Raises:
             RequestError: the grammar is wrong, or has a part that is not supported.
         """
-        form = self.form if request.is_chat else None
-        begin = "" if form is None else form.after_anchor(regions[0].prompt)
+        if not self.answer_grammars.is_needed(request):
+            return None
+        begin = ""
+        if request.is_chat and self.form is not None:
+            begin = await self.in_thread(self.form.after_anchor, regions[0].prompt)
         return await self.answer_grammars.compile(request, begin)
 
     def submit(
