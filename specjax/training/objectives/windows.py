@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from specjax.models.cache import Entries
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import Output, States, Target
 from specjax.shape_checks import shape_checked
 from specjax.training.contract import Batch
 
@@ -22,6 +22,14 @@ def document_mask(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
 def first_tokens(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """Return which tokens are the first of their document in the window."""
     return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+
+
+def read(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[States, Entries]:
+    """Return a model's states at the T inputs of a batch, without logits, and the KV of its layers.
+
+    ``taps`` are those of `Target.run`.
+    """
+    return model.read(batch["tokens"][:, :-1], documents=batch["segments"][:, :-1], taps=taps)
 
 
 def score(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[Output, Entries]:
