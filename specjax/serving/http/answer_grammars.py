@@ -1,6 +1,7 @@
 """The grammars of requests: their own ones, and those of their calls of tools."""
 
 import asyncio
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -103,7 +104,8 @@ class AnswerGrammars:
         """Compile the grammar of a request's calls.
 
         A schema that is not supported is refused if the tool is strict or a call is required. For
-        all others, the arguments are any object.
+        all others, the arguments are any object. So they are for the largest schemas if all of them
+        together are too large.
         """
         choice = request.tool_choice
         functions: dict[int, Mapping[str, Any]] = {
@@ -157,9 +159,28 @@ class AnswerGrammars:
                     message = f"tools[{index}].function.parameters: {error}"
                     raise invalid("tools", message) from None
                 lenient.add(index)
-        if not lenient:
-            raise invalid("tools", f"tools: {refusal}")
-        try:
-            return await compiled(functions, instead)
-        except InputError as error:
-            raise invalid("tools", f"tools: {error}") from None
+        # Where no schema is at fault alone, all of them together are too large.
+        while True:
+            if lenient:
+                try:
+                    return await compiled(functions, instead)
+                except InputError as error:
+                    refusal = error
+            larger = set() if choice.mode == "required" else _larger_half(functions, lenient)
+            if not larger:
+                raise invalid("tools", f"tools: {refusal}")
+            lenient |= larger
+
+
+def _larger_half(functions: Mapping[int, Mapping[str, Any]], lenient: set[int]) -> set[int]:
+    """Return the tools that have the larger half of the schemas that may be left out.
+
+    Those of strict tools may not, and those of ``lenient`` tools are left out already.
+    """
+    sizes = {
+        index: len(json.dumps(function["parameters"]))
+        for index, function in functions.items()
+        if index not in lenient and not function.get("strict")
+    }
+    by_size = sorted(sizes, key=lambda index: -sizes[index])
+    return set(by_size[: (len(by_size) + 1) // 2])

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from specjax.grammars import CompiledGrammar, GrammarCompiler
+from specjax.errors import InputError
+from specjax.grammars import CompiledGrammar, Grammar, GrammarCompiler
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.requests import TextRequest
 from specjax.serving.http.service import AppOptions, Service
@@ -156,3 +157,29 @@ def test_a_model_whose_calls_have_no_grammar_cannot_be_made_to_call() -> None:
     with pytest.raises(RequestError, match="no grammar for calls"):
         read(service.limits, tools=[WEATHER], tool_choice="required")
     assert not service.answer_grammars.has_calls(read(service.limits, tools=[WEATHER]))
+
+
+def test_the_largest_schemas_are_left_out_if_all_are_too_large(service, monkeypatch) -> None:
+    def tool(name: str, keys: int, **more: bool) -> dict[str, Any]:
+        properties = {f"key_{index}": {"type": "integer"} for index in range(keys)}
+        parameters = {"type": "object", "properties": properties, "additionalProperties": False}
+        return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+    compile_grammar = service.engine.compile_grammar
+
+    def bounded(grammar: Grammar, megabytes: float = 0.0) -> CompiledGrammar:
+        if len(grammar.source) > 8000:
+            raise InputError("too large")
+        return compile_grammar(grammar, megabytes)
+
+    monkeypatch.setattr(service.engine, "compile_grammar", bounded)
+    tools = [tool("small", 1), *(tool(f"large_{index}", 60) for index in range(4))]
+    text = '<tool_call>\n{{"name": "{}", "arguments": {{"other": 1}}}}\n</tool_call>'.format
+    grammar = compiled(service, read(service.limits, tools=tools), ANSWERING)
+    assert is_legal(service, grammar, text("large_1"))
+    assert not is_legal(service, grammar, text("small"))
+    strict = [*tools[1:], tool("strict", 70, strict=True)]
+    grammar = compiled(service, read(service.limits, tools=strict), ANSWERING)
+    assert not is_legal(service, grammar, text("strict"))
+    with pytest.raises(RequestError, match="too large"):
+        compiled(service, read(service.limits, tools=tools, tool_choice="required"), ANSWERING)

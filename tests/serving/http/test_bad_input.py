@@ -19,7 +19,9 @@ from tests.serving.http.test_requests import mutated
 PROMPT = "import os\nimport "
 PATHS = (
     ["/v1/completions"] * 6
-    + ["/v1/chat/completions"] * 4
+    + ["/v1/chat/completions", "/v1/responses", "/v1/messages"] * 4
+    + ["/v1/messages/count_tokens", "/v1/responses/resp_x"] * 2
+    + ["/detokenize", "/version", "/ping"]
     + ["/tokenize", "/v1/models", "/metrics", "/", "/nothing", "*", "//x", "/%00"]
 )
 METHODS = ["POST"] * 12 + [
@@ -153,7 +155,9 @@ def check(received: bytes) -> str:
     if len(statuses) == 1 and statuses[0][:1] == b"4":
         body = received.partition(b"\r\n\r\n")[2]
         if body:  # there is none for HEAD, or for a client that has left
-            assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+            # The second form is Anthropic's.
+            fields = set(json.loads(body)["error"])
+            assert fields in ({"message", "type", "param", "code"}, {"message", "type"})
     return statuses[0].decode() if statuses else ""
 
 
