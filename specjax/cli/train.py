@@ -22,8 +22,11 @@ def run_train(config: TrainConfig) -> None:
         _show_needs(config)
         return
     from specjax.training.loop import train
+    from specjax.training.memory import peak_memory
 
     print(f"trained: {train(config)}")
+    peaks = ", ".join(f"{name} {value:.2f}" for name, value in peak_memory().items())
+    print(f"peaks of memory: {peaks}")
 
 
 def _show_needs(config: TrainConfig) -> None:

@@ -102,6 +102,9 @@ class TrainConfig:
         compute_dtype: the data type of the target and of the student's matrix products. The
             student's weights are stored and trained in float32.
         export_dtype: the data type of the saved student.
+        logging: the service that shows the metrics: ``tensorboard`` (files in the output
+            directory), ``wandb`` (Weights & Biases; needs specjax[wandb]) or ``none``. The file
+            metrics.jsonl is always written.
         dry_run: whether to print the requirements of the run, and train nothing.
         mesh: the number of devices by axis: data (splits the batch) and model (splits heads, MLP
             units and the vocabulary).
@@ -126,6 +129,7 @@ class TrainConfig:
     accumulate: int = 1
     compute_dtype: Literal["bfloat16", "float32"] = "float32"
     export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    logging: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     dry_run: bool = False
     mesh: tuple[int, int] = (1, 1)
     data: DataConfig = DataConfig()

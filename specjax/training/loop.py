@@ -35,7 +35,9 @@ from specjax.templates import settings_of
 from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
 from specjax.training.contract import Metrics, StudentInputs, Windows
-from specjax.training.optimizer import make_optimizer
+from specjax.training.memory import peak_memory
+from specjax.training.metric_writers import check_logging
+from specjax.training.optimizer import learning_rates, make_optimizer
 from specjax.training.step import (
     TrainState,
     cast,
@@ -91,7 +93,6 @@ def train(config: TrainConfig) -> Path:
     state, target, iterator = run.state, run.target, run.iterator
     # Folded, so that it is independent of the key of the initial weights.
     noise = jax.random.fold_in(make_key(config.seed), 2**31)
-    tokens_per_step = config.data.batch * config.data.window
     best_metric = f"held_out_{method.best_by}"
 
     def export(name: str, state: TrainState) -> None:
@@ -111,13 +112,12 @@ def train(config: TrainConfig) -> Path:
         state = run_directory.restore(checkpoints, state, iterator)
         first = int(state.step)
         with (
-            run_directory.MetricsLog(output, first) as log,
+            run_directory.MetricsLog(output, config, first) as log,
             waiting("training, compiling the first step", config.steps, first) as wait,
         ):
             # A run that continues must not replace a better student of its earlier steps.
             best = max(map(method.goodness, log.values(best_metric)), default=-np.inf)
-            devices = config.mesh[0] * config.mesh[1]
-            figures = _Figures(log, wait, tokens_per_step, devices)
+            figures = _Figures(log, wait, config)
             try:
                 for step in range(first + 1, config.steps + 1):
                     batch = make_batch(
@@ -199,6 +199,7 @@ class _Run:
 def _prepare(config: TrainConfig) -> _Run:
     """Prepare a run, and claim its output directory at the end, when all inputs are valid."""
     config.check()
+    check_logging(config.logging)
     output, method = Path(config.output), config.method
     run_directory.refuse_foreign(output, config)
     mesh = mesh_for(config.mesh)
@@ -334,12 +335,12 @@ class _Figures:
         flops: the floating-point operations of a step.
     """
 
-    def __init__(
-        self, log: run_directory.MetricsLog, wait: Wait, tokens: int, devices: int
-    ) -> None:
+    def __init__(self, log: run_directory.MetricsLog, wait: Wait, config: TrainConfig) -> None:
         self.flops = 0.0
-        self._log, self._wait, self._tokens = log, wait, tokens
-        self._peak = chips.peak_flops(jax.devices()[0]) * devices
+        self._log, self._wait = log, wait
+        self._tokens = config.data.batch * config.data.window
+        self._rates = learning_rates(config.optimizer, config.steps)
+        self._peak = chips.peak_flops(jax.devices()[0]) * config.mesh[0] * config.mesh[1]
         self._pending: deque[tuple[int, Metrics]] = deque()
         self.restart()
 
@@ -370,4 +371,13 @@ class _Figures:
             f"training, loss {values['loss']:.3f}, {rate:,.0f} tokens/s, {share:.0%} of peak: step"
         )
         self._wait.update(what=what, done=step)
-        self._log.write({"step": step, **values, "tokens_per_s": round(rate)})
+        self._log.write(
+            {
+                "step": step,
+                **values,
+                "learning_rate": float(self._rates[step - 1]),
+                "tokens_per_s": round(rate),
+                "share_of_peak": share,
+                **peak_memory(),
+            }
+        )

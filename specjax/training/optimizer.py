@@ -4,6 +4,8 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
@@ -16,13 +18,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
     Equal arguments give the same object, so that JAX reuses a compiled step.
     """
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=min(config.warmup_steps, steps // 2),
-        decay_steps=steps,
-        end_value=config.final_share * config.learning_rate,
-    )
+    schedule = _schedule(config, steps)
 
     def matrices(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(_decays, params)
@@ -35,6 +31,29 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         muon = optax.contrib.muon(schedule, consistent_rms=0.2, weight_decay=config.weight_decay)
         descent = optax.multi_transform({"adamw": descent, "muon": muon}, _label_parameters)
     return optax.chain(optax.clip_by_global_norm(config.clip), descent)
+
+
+def learning_rates(config: OptimizerConfig, steps: int) -> np.ndarray:
+    """Return the learning rate of each step of a run, ``[steps]``.
+
+    Examples:
+        >>> from specjax.training.config import OptimizerConfig
+        >>> from specjax.training.optimizer import learning_rates
+        >>> config = OptimizerConfig(learning_rate=0.1, warmup_steps=2, final_share=0.5)
+        >>> [round(float(rate), 3) for rate in learning_rates(config, 6)]
+        [0.0, 0.05, 0.1, 0.093, 0.075, 0.057]
+    """
+    return np.asarray(jax.vmap(_schedule(config, steps))(jnp.arange(steps)))
+
+
+def _schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=min(config.warmup_steps, steps // 2),
+        decay_steps=steps,
+        end_value=config.final_share * config.learning_rate,
+    )
 
 
 def _decays(path: Any, leaf: jax.Array) -> bool:

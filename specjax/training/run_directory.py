@@ -4,7 +4,8 @@
 
     config.yaml, claim.json      the identity of the run; a different run cannot use the directory
     checkpoints/                 the newest two checkpoints, to continue a killed run bit for bit
-    metrics.jsonl, tensorboard/  the metrics of every step; those of TensorBoard appear with a delay
+    metrics.jsonl                the metrics of every step
+    tensorboard/, wandb/         the same for the service that ``logging`` names
     best/, latest/               the student, as its ``from_pretrained`` reads it
 """
 
@@ -23,6 +24,7 @@ import orbax.checkpoint as ocp
 from specjax.config import ConfigError, differences, dump_yaml, load_yaml
 from specjax.files import naming_full_disk, replacing, write_text
 from specjax.training.config import TrainConfig
+from specjax.training.metric_writers import open_writer
 from specjax.training.step import TrainState
 
 STUDENTS = ("best", "latest")
@@ -39,7 +41,10 @@ def refuse_foreign(output: Path, config: TrainConfig) -> None:
         raise ConfigError(f"output={config.output!r} is a file; give a directory")
     stored = output / "config.yaml"
     if stored.exists():
-        earlier = replace(load_yaml(TrainConfig, stored), output=config.output)
+        # Where the run lies and who watches it do not change its results.
+        earlier = replace(
+            load_yaml(TrainConfig, stored), output=config.output, logging=config.logging
+        )
         if changed := differences(earlier, config):
             raise ConfigError(
                 f"output={config.output!r} has a run with another configuration"
@@ -187,15 +192,13 @@ def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any
 
 
 class MetricsLog:
-    """The metrics files: one line of JSON per step, and the same for TensorBoard.
+    """The metrics files: one line of JSON per step, and the same for the service of ``logging``.
 
     Only the first of several processes writes. A run that continues from step ``start`` removes the
     metrics after that step, which an interrupted run wrote after its last checkpoint.
     """
 
-    def __init__(self, output: Path, start: int) -> None:
-        from tensorboardX import SummaryWriter
-
+    def __init__(self, output: Path, config: TrainConfig, start: int) -> None:
         self._writes = jax.process_index() == 0
         path = output / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
@@ -212,27 +215,24 @@ class MetricsLog:
         if not self._writes:
             return
         write_text(path, "".join(f"{line}\n" for line in texts))
+        self._writer = open_writer(config, output, start)
         self._file = path.open("a", buffering=1)  # flush each line
-        self._board = SummaryWriter(
-            str(output / "tensorboard"), purge_step=start + 1 if start else None
-        )
 
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._writes:
             self._file.close()
-            self._board.close()
+            self._writer.__exit__(*error)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the metrics of ``record["step"]``."""
         if not self._writes:
             return
         self._file.write(json.dumps(record) + "\n")
-        for name, value in record.items():
-            if name != "step":
-                self._board.add_scalar(name, value, record["step"])
+        values = {name: value for name, value in record.items() if name != "step"}
+        self._writer.write(record["step"], values)
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric from before this run continued."""

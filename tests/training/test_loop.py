@@ -76,7 +76,8 @@ def config(source: str, output, **changes) -> TrainConfig:
 
 def metrics_of(output) -> list[dict]:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+    measured = ("tokens_per_s", "share_of_peak", "host_memory_gb", "device_memory_gb")
+    return [{k: v for k, v in line.items() if k not in measured} for line in lines]
 
 
 def stopping_at(last: int):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specjax.training.config import OptimizerConfig
-from specjax.training.optimizer import make_optimizer
+from specjax.training.optimizer import learning_rates, make_optimizer
 
 
 @pytest.mark.parametrize("method", ["adamw", "muon"])
@@ -24,3 +24,17 @@ def test_decay_touches_matrices_only(method) -> None:
     assert np.all(updates["norm"] == 0)
     # DFlash2's kernels do nothing at 1, and not at 0.
     assert np.all(updates["layers"][0]["mlp_conv_base"] == 0)
+
+
+def test_the_learning_rates_are_those_of_the_updates() -> None:
+    """AdamW moves a parameter with a constant gradient by exactly the learning rate."""
+    config = OptimizerConfig(learning_rate=0.3, warmup_steps=3, weight_decay=0.0, clip=1e9)
+    optimizer = make_optimizer(config, 10)
+    parameters = {"norm": jnp.zeros(2)}
+    state = optimizer.init(parameters)
+    sizes = []
+    for _ in range(10):
+        updates, state = optimizer.update({"norm": jnp.ones(2)}, state, parameters)
+        sizes.append(-float(updates["norm"][0]))
+    np.testing.assert_allclose(learning_rates(config, 10), sizes, rtol=1e-4, atol=1e-7)
+    assert max(sizes) > 0.29
