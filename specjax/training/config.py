@@ -1,7 +1,8 @@
 """The configuration of a training run."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import math
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -74,6 +75,20 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
 
+    def check(self) -> None:
+        """Raise ConfigError for values that are out of range. None may be negative."""
+        for name in ("learning_rate", "clip"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"optimizer.{name}=0: must be above 0; the step would be 0")
+        for name in ("b1", "b2"):
+            if (value := getattr(self, name)) >= 1:
+                raise ConfigError(f"optimizer.{name}={value}: must be at least 0, and below 1")
+        if self.final_share > 1:
+            raise ConfigError(
+                f"optimizer.final_share={self.final_share}: must be from 0 to 1, a share of the"
+                " peak learning rate"
+            )
+
 
 _ChosenMethod = Annotated[AnyMethod, tyro.conf.AvoidSubcommands]
 """The method of a configuration file.
@@ -137,6 +152,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ConfigError for values that are out of range or contradict each other."""
+        _check_numbers(self)
         counts = ("steps", "evaluate_every", "checkpoint_every")
         check_minimum(1, self, counts, error=ConfigError)
         if not 0 <= self.seed < 2**63:  # the range of `specjax.sampling.make_key`
@@ -149,6 +165,7 @@ class TrainConfig:
             )
         check_minimum(2, self.data, ["window"], "data.", ConfigError)
         check_minimum(1, self.data, ["batch"], "data.", ConfigError)
+        self.optimizer.check()
         if not 0 < self.data.holdout < 1:
             raise ConfigError(f"data.holdout={self.data.holdout}: must be between 0 and 1")
         # `make_mesh` raises for sizes below 1.
@@ -158,3 +175,19 @@ class TrainConfig:
                 " mesh's data axis"
             )
         self.method.check(self.data.window)
+
+
+_SENTINELS = {"mask_token_id": -1, "dpace": -1}
+"""The options that may be negative, with the one negative value that has a meaning."""
+
+
+def _check_numbers(config: Any, prefix: str = "") -> None:
+    """Raise ConfigError for the first number that is not finite, or is negative."""
+    for field in fields(config):
+        name, value = f"{prefix}{field.name}", getattr(config, field.name)
+        if is_dataclass(value):
+            _check_numbers(value, f"{name}.")
+        elif not isinstance(value, int | float) or value == _SENTINELS.get(field.name):
+            continue
+        elif not math.isfinite(value) or value < 0:
+            raise ConfigError(f"{name}={value}: must be a finite number, at least 0")
