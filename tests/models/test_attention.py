@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.attention import Filled, attend, attention_paid, by_device, gpu, tpu
+from specjax.models.attention import Filled, Shared, attend, attention_paid, by_device, gpu, tpu
 from specjax.models.attention import plain as plain_attention
 from specjax.models.quantized_cache import QuantizedPart, dequantize, quantize
 from specjax.sharding import make_mesh
@@ -760,3 +760,55 @@ def test_gradients_with_sinks_and_caps_are_those_of_a_softmax(with_sinks, cap) -
     assert with_sinks == bool(jnp.all(jnp.abs(expected[3]) > 1e-3))
     for gradient, expected_gradient in zip(result, expected, strict=True):
         np.testing.assert_allclose(gradient, expected_gradient, atol=1e-4)
+
+
+SHARED = {
+    "first": jnp.asarray([[0, 1, 2], [0, 0, 0], [2, 2, 3], [1, 1, 1], [0, 1, 0], [4, 4, 4]]),
+    "last": jnp.asarray([[2], [0], [4], [3], [1], [4]]),
+}
+
+
+def shared_attention(q, context, entry):
+    """Attend to two contexts of 5 tokens, each with 3 rows of 3 queries, and to the own tokens."""
+    causal = jnp.tril(jnp.ones((3, 3), bool))[None]
+    return attend_to(q, [Shared(context, **SHARED), (entry, causal)])
+
+
+def copied_context(q, context, entry):
+    """Do the same with a copy of the context for each row."""
+    number = jnp.arange(5)
+    visible = (number >= SHARED["first"][..., None]) & (number <= SHARED["last"][..., None])
+    copies = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=0), context)
+    causal = jnp.tril(jnp.ones((3, 3), bool))[None]
+    return attend_to(q, [(copies, visible), (entry, causal)])
+
+
+def attend_to(q, pieces):
+    """Attend without a compiled program, which would not depend on the bound of a chunk."""
+    grouped = plain_attention.group_queries((q,), pieces, None)
+    return plain_attention.attend_plainly(grouped, pieces, values_part=1, block=16)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_rows_share_a_context_as_if_each_had_a_copy(rows, monkeypatch) -> None:
+    """Check values and gradients, with a chunk of so many rows of each context at a time."""
+    monkeypatch.setattr(plain_attention, "SCORES_BYTES", rows * 4 * 2 * 4 * 3 * 5)
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    q = jax.random.normal(next(keys), (6, 3, 4, 8))
+    context, entry = (
+        tuple(jax.random.normal(next(keys), (count, 2, slots, 8)) for _ in range(2))
+        for count, slots in ((2, 5), (6, 3))
+    )
+
+    def differentiate(function):
+        # A function of its own, because JAX would use the program of another bound again.
+        loss = lambda *arguments: jnp.sum(jnp.sin(function(*arguments)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6),
+        differentiate(shared_attention)(q, context, entry),
+        differentiate(copied_context)(q, context, entry),
+    )
+    program = differentiate(shared_attention).lower(q, context, entry).as_text()
+    assert ("stablehlo.while" in program) == (rows < 3)

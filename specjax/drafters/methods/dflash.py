@@ -238,6 +238,7 @@ class DFlash(TrainedDrafter[Cache]):
         positions: jax.Array,
         offset: jax.Array,
         attends_to: Seen,
+        remat: bool = False,
     ) -> jax.Array:
         """Return the final states ``[B, T, H]`` at the tokens of blocks.
 
@@ -249,7 +250,9 @@ class DFlash(TrainedDrafter[Cache]):
             positions: ``[B, T]``, the RoPE positions.
             offset: ``[T]``, the index of each token in its block; 0 for anchors.
             attends_to: what the tokens attend to in each layer.
+            remat: whether to recompute each layer's activations for the gradient, to save memory.
         """
+        run_layer = jax.checkpoint(self.layer, static_argnums=1) if remat else self.layer
         x = self.embed(target, tokens)
         # The product is in float32, so that it is rounded only once.
         if self.config.input_embedding_scale != 1.0:
@@ -259,7 +262,7 @@ class DFlash(TrainedDrafter[Cache]):
             layer = self.config.layer.of_layer(index)
             mask, before = attends_to(index, self.config.layer.window_of(index))
             turn = rotations(layer.rope, layer.head_dim, positions)
-            x = self.layer(params, layer, x, turn, offset, mask, before)
+            x = run_layer(params, layer, x, turn, offset, mask, before)
         return normed(self.params, "norm", self.config.layer, x)
 
     def layer(

@@ -2,7 +2,7 @@
 
 from specjax.models.attention.by_device import attend
 from specjax.models.attention.kernels import KernelStatus, kernels_status
-from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece, block_width
+from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece, Shared, block_width
 from specjax.models.attention.plain import attention_paid
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Filled",
     "KernelStatus",
     "Piece",
+    "Shared",
     "attend",
     "attention_paid",
     "block_width",

@@ -99,8 +99,28 @@ class Filled:
         return jax.tree.map(read, self.entry), visible
 
 
-Piece = tuple[Entry, jax.Array | None] | Filled
-"""The entries of some tokens in one layer, and their mask; or the slots of a cache.
+@struct.dataclass
+class Shared:
+    """The entries of a context that several rows of queries attend to, each to a range of it.
+
+    The rows of the queries are those of the context, each of them A times in a row. In training,
+    these are A blocks of one window.
+
+    Attributes:
+        entry: the parts of the entries, ``[B, heads, S, dim]`` each.
+        first: ``[B * A, T|1]`` the first token of the context that each query sees.
+        last: ``[B * A, T|1]`` the last one.
+        mesh: static, the mesh that the entry is on.
+    """
+
+    entry: Entry
+    first: jax.Array
+    last: jax.Array
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+
+
+Piece = tuple[Entry, jax.Array | None] | Filled | Shared
+"""The entries of some tokens in one layer, and their mask; or the slots of a cache; or a context.
 
 The mask is ``[B|1, T|1, S]`` bool: which of the S tokens each query sees. None: there is one token
 for each query, its own, and the query sees no other.

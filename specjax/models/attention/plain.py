@@ -3,21 +3,31 @@
 Each piece is attended to alone, and the results are merged with the sums of their weights (online
 softmax, Milakov and Gimelshein 2018, arXiv 1805.02867). So no array of scores is ever larger than a
 piece. A long piece is read in blocks of slots: only the scores of one block exist at a time, and
-blocks without filled slots are never read.
+blocks without filled slots are never read. Queries that share a context go in chunks of rows: only
+the scores of one chunk exist at a time, in the gradient as well.
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece
+from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece, Shared
 from specjax.models.cache import Entry
 from specjax.models.primitives import LEAST, capped
 from specjax.models.quantized_cache import Part, dequantize, operand, rescaled
+
+SCORES_BYTES = 2**29
+"""The bound of the scores of queries and a `Shared` context on each device, in bytes.
+
+Some three arrays of that size exist at a time. A chunk still has hundreds of queries for each head
+at the lengths that drafters are trained at, so that its products are limited by arithmetic.
+"""
 
 
 @struct.dataclass
@@ -64,10 +74,84 @@ def attend_plainly(
         block: the block width of a short cache.
         cap: as in `specjax.models.attention.attend`.
     """
-    attended = _attend_all(q, pieces, sinks, values_part, block, cap)
-    # A query that sees no key has mass 0, and its output is 0.
-    mass = jnp.where(attended.mass > 0, attended.mass, 1.0)
-    return (attended.total / mass[..., None]).astype(q[0].dtype)
+
+    def attend_to(q: tuple[jax.Array, ...], pieces: Sequence[Piece]) -> jax.Array:
+        attended = _attend_all(q, pieces, sinks, values_part, block, cap)
+        # A query that sees no key has mass 0, and its output is 0.
+        mass = jnp.where(attended.mass > 0, attended.mass, 1.0)
+        return (attended.total / mass[..., None]).astype(q[0].dtype)
+
+    if any(isinstance(piece, Shared) for piece in pieces):
+        return _by_chunks_of_rows(attend_to, q, pieces)
+    return attend_to(q, pieces)
+
+
+def _by_chunks_of_rows(
+    attend_to: Callable[[tuple[jax.Array, ...], Sequence[Piece]], jax.Array],
+    q: tuple[jax.Array, ...],
+    pieces: Sequence[Piece],
+) -> jax.Array:
+    """Return ``attend_to(q, pieces)``, computed for some rows of each shared context at a time.
+
+    Several chunks are computed again for the gradient.
+    """
+    shared = tuple(piece for piece in pieces if isinstance(piece, Shared))
+    contexts, slots = shared[0].entry[0].shape[0], shared[0].entry[0].shape[2]
+    queries = q[0].shape[0]
+    rows = queries // contexts
+    devices = 1 if shared[0].mesh is None else shared[0].mesh.size
+    bytes_of_row = 4 * contexts * math.prod(q[0].shape[1:4]) * slots
+    width = min(max(SCORES_BYTES * devices // bytes_of_row, 1), rows)
+    if width == rows:
+        return attend_to(q, pieces)
+    chunks = -(-rows // width)
+
+    def is_split(x: jax.Array) -> bool:
+        # Of the entries and masks beside a context, those with one row are of all rows.
+        return x.shape[0] == queries
+
+    def split(x: jax.Array) -> jax.Array:
+        by_context = x.reshape(contexts, rows, *x.shape[1:])
+        padding = [(0, 0), (0, chunks * width - rows)] + [(0, 0)] * (x.ndim - 1)
+        padded = jnp.pad(by_context, padding, mode="edge")
+        by_chunk = padded.reshape(contexts, chunks, width, *x.shape[1:])
+        return jnp.moveaxis(by_chunk, 1, 0).reshape(chunks, contexts * width, *x.shape[1:])
+
+    def join(x: jax.Array) -> jax.Array:
+        by_context = jnp.moveaxis(x.reshape(chunks, contexts, width, *x.shape[2:]), 0, 1)
+        return by_context.reshape(contexts, chunks * width, *x.shape[2:])[:, :rows].reshape(
+            queries, *x.shape[2:]
+        )
+
+    entries = tuple(piece.entry for piece in shared)
+    # The gradients of the contexts are summed over the chunks, in float32.
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), entries)
+    whole = tuple(
+        replace(piece, entry=()) if isinstance(piece, Shared) else piece for piece in pieces
+    )
+    leaves, tree = jax.tree.flatten((q, whole))
+    places = [place for place, leaf in enumerate(leaves) if is_split(leaf)]
+
+    @jax.checkpoint
+    def attend_chunk(wide: tuple[Entry, ...], parts: list[jax.Array]) -> jax.Array:
+        of_chunk = list(leaves)
+        for place, part in zip(places, parts, strict=True):
+            of_chunk[place] = part
+        q, pieces = jax.tree.unflatten(tree, of_chunk)
+        narrow = iter(jax.tree.map(lambda x, like: x.astype(like.dtype), wide, entries))
+        return attend_to(
+            q,
+            [
+                replace(piece, entry=next(narrow)) if isinstance(piece, Shared) else piece
+                for piece in pieces
+            ],
+        )
+
+    return join(
+        jax.lax.map(
+            functools.partial(attend_chunk, wide), [split(leaves[place]) for place in places]
+        )
+    )
 
 
 def attention_paid(
@@ -118,7 +202,7 @@ def group_queries(
     matrix products read and write them: any other order costs a transposed copy.
     """
     batch, count, heads, d = q[0].shape
-    first = pieces[0].entry if isinstance(pieces[0], Filled) else pieces[0][0]
+    first = pieces[0][0] if isinstance(pieces[0], tuple) else pieces[0].entry
     kv_heads = first[0].shape[1]
     factor = d**-0.5 if scale is None else scale
 
@@ -146,12 +230,15 @@ def _attend_all(
     cap: float | None,
 ) -> Attended:
     """Attend to all pieces, a cache in blocks of its `Filled.block_width`, and to the sinks."""
-    attended = [
-        _attend_in_blocks(q, piece, values_part, piece.block_width(block), cap)
-        if isinstance(piece, Filled)
-        else _attend_piece(q, *piece, values_part, cap)
-        for piece in pieces
-    ]
+
+    def attend_to(piece: Piece) -> Attended:
+        if isinstance(piece, Filled):
+            return _attend_in_blocks(q, piece, values_part, piece.block_width(block), cap)
+        if isinstance(piece, Shared):
+            return _attend_shared(q, piece, values_part, cap)
+        return _attend_piece(q, *piece, values_part, cap)
+
+    attended = list(map(attend_to, pieces))
     if sinks is not None:
         # Sinks are like one more key without a value: a mass of exp(0) at their own score.
         top = jnp.broadcast_to(sinks[:, None], attended[0].top.shape)
@@ -159,6 +246,31 @@ def _attend_all(
             Attended(top=top, mass=jnp.ones_like(top), total=jnp.zeros_like(attended[0].total))
         )
     return functools.reduce(Attended.merge, attended)
+
+
+def _attend_shared(
+    q: tuple[jax.Array, ...], shared: Shared, values_part: int, cap: float | None
+) -> Attended:
+    """Attend to a context, with the queries of all of its rows as if they were of one."""
+    contexts, _, slots, _ = shared.entry[0].shape
+    queries, heads, count, _, _ = q[0].shape
+    rows = queries // contexts
+
+    def side_by_side(x: jax.Array) -> jax.Array:
+        by_context = x.reshape(contexts, rows, heads, count, *x.shape[3:])
+        return jnp.moveaxis(by_context, 1, 2).reshape(contexts, heads, rows * count, *x.shape[3:])
+
+    def apart(x: jax.Array) -> jax.Array:
+        by_row = x.reshape(contexts, heads, rows, count, *x.shape[3:])
+        return jnp.moveaxis(by_row, 2, 1).reshape(queries, heads, count, *x.shape[3:])
+
+    def of_queries(bound: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(bound, (queries, count)).reshape(contexts, rows * count, 1)
+
+    number = jnp.arange(slots)
+    visible = (number >= of_queries(shared.first)) & (number <= of_queries(shared.last))
+    attended = _attend_piece(tuple(map(side_by_side, q)), shared.entry, visible, values_part, cap)
+    return jax.tree.map(apart, attended)
 
 
 def _attend_piece(

@@ -18,7 +18,6 @@ other block.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -28,9 +27,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.config import ConfigError
 from specjax.drafters.methods.dflash import DFlash
-from specjax.models.attention import Piece
+from specjax.models.attention import Piece, Shared
 from specjax.models.cache import Entries
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import Output, States, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
@@ -41,7 +40,8 @@ from specjax.training.objectives.acceptance import (
 )
 from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, ahead, counted, simulate
 from specjax.training.objectives.unrolling import layer_sizes
-from specjax.training.objectives.windows import document_mask, score
+from specjax.training.objectives.unrolling import places as distance_from_first
+from specjax.training.objectives.windows import score
 
 _NEVER = -1e9
 """The log-probability of an impossible token. It is finite, so that 0 times it is 0."""
@@ -138,8 +138,7 @@ class BlockMethod(TrainingMethod):
         # A prediction counts only if all shallower ones of its block do.
         valid = jnp.cumprod(valid, axis=-1).astype(bool)
         places = draw_places(batch["key"], valid[..., 0], min(self.anchors, valid.shape[1]))
-        read = partial(read_blocks, student, target, batch, output)
-        states = (jax.checkpoint(read) if self.remat else read)(places)
+        states = read_blocks(student, target, batch, output, places, remat=self.remat)
         drafted = DraftedBlocks.at(places, batch, output, states, valid)
         terms = self.each(student, target, drafted)
         rows = (valid.shape[0], -1)
@@ -339,45 +338,53 @@ def draw_places(key: Any, valid: Bool[Array, "B T"], count: int) -> Int[Array, "
 
 
 def read_blocks(
-    student: DFlash, target: Target, batch: Batch, output: Output, places: jax.Array
+    student: DFlash,
+    target: Target,
+    batch: Batch,
+    output: States,
+    places: jax.Array,
+    *,
+    remat: bool = False,
 ) -> jax.Array:
-    """Return the drafter's states ``[B, A, D, H]`` of the blocks at ``places [B, A]``."""
+    """Return the drafter's states ``[B, A, D, H]`` of the blocks at ``places [B, A]``.
+
+    ``remat`` is as in `DFlash.run`.
+    """
     segments = batch["segments"][:, :-1]
     index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     context = student.context(student.features(output), index)
-    return _read(student, target, batch, context, places)
+    return _read(student, target, batch, context, places, remat=remat)
 
 
 def _read(
-    student: DFlash, target: Target, batch: Batch, context: Entries, places: jax.Array
+    student: DFlash,
+    target: Target,
+    batch: Batch,
+    context: Entries,
+    places: jax.Array,
+    *,
+    remat: bool = False,
 ) -> jax.Array:
+    """Return the states ``[B, A, D, H]`` of blocks. Each block is a row of the drafter's pass."""
     config = student.config
     size, (rows, blocks) = config.block_size, places.shape
-    # ``[B, N]`` the anchor of each of the N = A * size tokens of blocks.
-    anchors = jnp.repeat(places + 1, size, axis=1)
-    offset = np.tile(np.arange(size), blocks)  # [N] of each token from the anchor of its block
-    is_anchor, block = jnp.asarray(offset == 0), np.arange(blocks * size) // size
-    roots = jnp.take_along_axis(batch["tokens"], anchors, axis=1)
-    tokens = jnp.where(is_anchor, roots, config.mask_token_id)
+    offset = np.arange(size)
+    roots = jnp.take_along_axis(batch["tokens"], places + 1, axis=1)
+    tokens = jnp.where(offset == 0, roots[..., None], config.mask_token_id).reshape(-1, size)
+    last = places.reshape(-1, 1)  # [B * A, 1] also below: the place of each block
+    anchors = last + 1
     positions = anchors + offset
-    context_mask = jnp.take_along_axis(
-        document_mask(batch["segments"][:, :-1]),
-        jnp.repeat(places, size, axis=1)[..., None],
-        axis=1,
-    )
-    same_block, distance = block[:, None] == block, offset[:, None] - offset
+    in_document = distance_from_first(batch["segments"][:, :-1])
+    first = last - jnp.take_along_axis(in_document, places, axis=1).reshape(-1, 1)
 
     def visible_pieces(layer: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
-        mask = same_block & student.sees(window, distance)
-        first_visible, visible = student.reach(window, positions, anchors), context_mask
-        if first_visible is not None:
-            is_in_reach = jnp.arange(context_mask.shape[2]) >= first_visible[..., None]
-            visible = visible & is_in_reach
-        return jnp.asarray(mask)[None], [(context[layer], visible)]
+        mask = jnp.asarray(student.sees(window, offset[:, None] - offset))
+        reach = student.reach(window, positions, anchors)
+        since = first if reach is None else jnp.maximum(first, reach)
+        return mask[None], [Shared(context[layer], since, last, student.mesh)]
 
-    states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces)
-    by_block = states.reshape(rows, blocks, size, -1)
-    return by_block[:, :, size - config.depth :]
+    states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces, remat)
+    return states.reshape(rows, blocks, size, -1)[:, :, size - config.depth :]
 
 
 def read_everywhere(student: DFlash, target: Target, batch: Batch, output: Output) -> jax.Array:
