@@ -107,9 +107,11 @@ class TrainConfig:
         method: the training method. Its ``name`` is set in the file and decides its other options.
         seed: the random seed of the initial weights, the order of the data and the noise of steps.
         steps: the number of optimizer steps.
-        evaluate_every: the number of steps between two evaluations on held-out windows.
+        evaluate_every: the number of steps between two evaluations on held-out windows. If a
+            checkpoint is due as well, it comes first.
         checkpoint_every: the number of steps between two checkpoints. A run that was killed
             continues from the newest.
+        checkpoints: the number of newest checkpoints that stay; older ones are deleted.
         init_from: the directory or hub id of a student to start from, instead of random weights.
             This starts a new run. To continue a run, give its ``output``.
         accumulate: the number of parts of a batch that are computed one after the other, to save
@@ -140,6 +142,7 @@ class TrainConfig:
     steps: int = 1000
     evaluate_every: int = 200
     checkpoint_every: int = 100
+    checkpoints: int = 2
     init_from: str = ""
     accumulate: int = 1
     compute_dtype: Literal["bfloat16", "float32"] = "float32"
@@ -153,7 +156,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ConfigError for values that are out of range or contradict each other."""
         _check_numbers(self)
-        counts = ("steps", "evaluate_every", "checkpoint_every")
+        counts = ("steps", "evaluate_every", "checkpoint_every", "checkpoints")
         check_minimum(1, self, counts, error=ConfigError)
         if not 0 <= self.seed < 2**63:  # the range of `specjax.sampling.make_key`
             raise ConfigError(

@@ -1,13 +1,16 @@
 """The contract between the training loop and a training method."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from flax import struct
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -19,7 +22,8 @@ Batch = dict[str, jax.Array]
 """The data of one training step:
 
 - ``tokens [B, T+1]``: token ids; the first T are the inputs, the last T are the labels;
-- ``segments [B, T+1]``: the index of the document that each token belongs to;
+- ``segments [B, T+1]``: the index of the document that each token belongs to; -1 in rows that fill
+  up a batch of an evaluation, and belong to no window;
 - ``loss_mask [B, T]`` bool: the labels that count in the loss;
 - ``key``: the random key of this step, for methods that add noise; evaluations all use the same;
 - ``progress``: the share of the training that is done, for methods whose loss changes over the
@@ -39,6 +43,67 @@ Metrics = dict[str, jax.Array]
 
 Loss = tuple[jax.Array, Metrics]
 """The loss of a step, and its metrics."""
+
+
+@struct.dataclass
+class Mean:
+    """The mean of a held-out metric, as a sum and a count, which add up over parts of the text.
+
+    So the result does not depend on how many rows an evaluation reads at once.
+
+    Attributes:
+        total: the sum of the values.
+        count: the number of the values.
+        base: static, a constant to add to the mean.
+
+    Examples:
+        >>> from specjax.training.contract import Mean
+        >>> values, mask = jnp.array([[3.0, 1.0]]), jnp.array([[True, False]])
+        >>> float(Mean.over_labels(values, mask).value)
+        3.0
+    """
+
+    total: jax.Array
+    count: jax.Array
+    base: float = struct.field(pytree_node=False, default=0.0)
+
+    @classmethod
+    def over_labels(cls, values: jax.Array, mask: jax.Array, base: float = 0.0) -> "Mean":
+        """Return the mean of ``values`` under ``mask``; 0 plus ``base`` if it is empty."""
+        return cls(jnp.sum(jnp.where(mask, values, 0), dtype=jnp.float32), jnp.sum(mask), base)
+
+    @classmethod
+    def over_positions(cls, values: jax.Array, mask: jax.Array, batch: Batch) -> "Mean":
+        """Return the sum of ``values`` under ``mask``, divided by the positions of all windows.
+
+        It is `losses.mean_over_positions` without the rows that fill up a batch.
+        """
+        return cls(jnp.sum(jnp.where(mask, values, 0), dtype=jnp.float32), _positions(batch))
+
+    @property
+    def value(self) -> Any:
+        """The mean itself."""
+        return self.base + self.total / (self.count + (self.count == 0))
+
+
+def _positions(batch: Batch) -> jax.Array:
+    return jnp.sum(jnp.asarray(batch["segments"])[:, :-1] >= 0)
+
+
+def as_mean(name: str, value: jax.Array | Mean, batch: Batch) -> Mean:
+    """Return a metric of a batch as a `Mean`, if it is not one already.
+
+    The metric ``loss`` is a mean over all positions, the others are means over the labels under the
+    loss mask.
+    """
+    if isinstance(value, Mean):
+        return value
+    mask = batch["loss_mask"]
+    if name == "loss":
+        return Mean(value * mask.size, _positions(batch))
+    labels = jnp.sum(mask)
+    return Mean(value * labels, labels)
+
 
 Windows = dict[str, np.ndarray]
 """Packed windows: the arrays of a `Batch` that come from the data, with all rows."""
@@ -189,9 +254,15 @@ class TrainingMethod:
         """
         raise NotImplementedError
 
-    def evaluation(self, student: Any, batch: Batch, target: Any) -> Metrics:
-        """Return the metrics of held-out windows, by default those of the objective."""
-        return self.objective(student, batch, target)[1]
+    def evaluation(self, student: Any, batch: Batch, target: Any) -> Mapping[str, Mean]:
+        """Return the metrics of held-out windows, by default those of the objective.
+
+        They are computed for some rows at a time and added up. Rows that fill up a batch have empty
+        masks, and their segments are -1. Numbers are accepted, too: the ``loss`` is then taken for
+        a mean over all positions, and the others for means over the labels under the loss mask.
+        """
+        metrics = self.objective(student, batch, target)[1]
+        return {name: as_mean(name, value, batch) for name, value in metrics.items()}
 
     def goodness(self, value: float) -> float:
         """Return the metric `best_by`, negated if it is a loss, so that larger is better."""

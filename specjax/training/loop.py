@@ -6,6 +6,7 @@ A `TrainingMethod` defines the student and the loss. `specjax.training.step` def
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from specjax.sharding import mesh_for
 from specjax.templates import settings_of
 from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
-from specjax.training.contract import Metrics, StudentInputs, Windows
+from specjax.training.contract import Batch, Metrics, StudentInputs, Windows
 from specjax.training.memory import peak_memory
 from specjax.training.metric_writers import check_logging
 from specjax.training.optimizer import learning_rates, make_optimizer
@@ -42,6 +43,9 @@ from specjax.training.step import (
     TrainState,
     cast,
     evaluate,
+    evaluation_batches,
+    evaluation_rows,
+    evaluation_step,
     flops_of_step,
     initial_state,
     make_batch,
@@ -93,7 +97,6 @@ def train(config: TrainConfig) -> Path:
     state, target, iterator = run.state, run.target, run.iterator
     # Folded, so that it is independent of the key of the initial weights.
     noise = jax.random.fold_in(make_key(config.seed), 2**31)
-    best_metric = f"held_out_{method.best_by}"
 
     def export(name: str, state: TrainState) -> None:
         state.student.save_pretrained(output / name, dtype=jnp.dtype(config.export_dtype))
@@ -108,15 +111,15 @@ def train(config: TrainConfig) -> Path:
                 state.student.config.max_positions,
             )
 
-    with run_directory.open_checkpoints(output) as checkpoints:
+    with run_directory.open_checkpoints(output, config.checkpoints) as checkpoints:
         state = run_directory.restore(checkpoints, state, iterator)
         first = int(state.step)
         with (
             run_directory.MetricsLog(output, config, first) as log,
             waiting("training, compiling the first step", config.steps, first) as wait,
         ):
-            # A run that continues must not replace a better student of its earlier steps.
-            best = max(map(method.goodness, log.values(best_metric)), default=-np.inf)
+            evaluations = _Evaluations(config, run, log, wait, export)
+            evaluations.begin(first, state)
             figures = _Figures(log, wait, config)
             try:
                 for step in range(first + 1, config.steps + 1):
@@ -131,34 +134,20 @@ def train(config: TrainConfig) -> Path:
                     # Dispatched, not awaited: the host makes the next batch meanwhile.
                     state, metrics = train_step(state, batch, target, **run.fixed)
                     figures.add(step, metrics)
-                    last = step == config.steps
-                    evaluates, saves = (
-                        last or step % every == 0
-                        for every in (config.evaluate_every, config.checkpoint_every)
-                    )
-                    if not evaluates and not saves:
+                    saves = step % config.checkpoint_every == 0
+                    if not evaluations.due(step) and not saves:
                         continue
                     figures.flush()
-                    if evaluates:
-                        wait.update(what="training, evaluating after step")
-                        evaluation = evaluate(
-                            state.student, run.held_out, config.data.batch, target, method, run.mesh
-                        )
-                        if method.goodness(evaluation[method.best_by]) > best:
-                            best = method.goodness(evaluation[method.best_by])
-                            export("best", state)
-                        log.write(
-                            {
-                                "step": step,
-                                **{f"held_out_{name}": value for name, value in evaluation.items()},
-                            }
-                        )
                     if saves:
                         wait.update(what="training, saving after step")
                         # Export before the checkpoint: a run that is killed here and continues from
                         # this checkpoint would not repeat the export.
                         export("latest", state)
                         run_directory.save(checkpoints, state, iterator)
+                    if evaluations.due(step):
+                        # The checkpoint must be complete if the evaluation ends the process.
+                        checkpoints.wait_until_finished()
+                        evaluations.run(step, state)
                     # Evaluation and saving must not count as time of the next step.
                     figures.restart()
             finally:  # write the metrics of the last steps even if an error ends the run
@@ -324,12 +313,83 @@ def _check_target(config: TrainConfig, target: Target, tokenizer: tokenizers.Tok
         )
 
 
+class _Evaluations:
+    """The evaluations of a run on its held-out windows, and its best student.
+
+    A checkpoint that is due at the same step is saved before. So a run that dies in an evaluation
+    continues after that checkpoint. It makes up for the evaluation, which has no metrics yet.
+
+    Args:
+        config: the configuration of the run.
+        run: its parts.
+        log: its metrics.
+        wait: its progress.
+        export: saves the student of a state under a name.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: _Run,
+        log: run_directory.MetricsLog,
+        wait: Wait,
+        export: Callable[[str, TrainState], None],
+    ) -> None:
+        self._config, self._run, self._method = config, run, config.method
+        self._log, self._wait, self._export = log, wait, export
+        self._options = {"method": config.method, "compute_dtype": run.fixed["compute_dtype"]}
+        self._metric = f"held_out_{config.method.best_by}"
+        # A run that continues must not replace a better student of its earlier steps.
+        self._best = max(map(self._method.goodness, log.values(self._metric)), default=-np.inf)
+
+    def due(self, step: int) -> bool:
+        """Return whether there is an evaluation after a step."""
+        return step > 0 and (step == self._config.steps or step % self._config.evaluate_every == 0)
+
+    def begin(self, step: int, state: TrainState) -> None:
+        """Evaluate after the last step of the killed run, if it did not do so.
+
+        Otherwise compute one part of an evaluation: what does not fit in memory should fail now,
+        and not hours later.
+        """
+        if self.due(step) and not self._log.has(self._metric, step):
+            self.run(step, state)
+        elif step < self._config.steps:
+            self._wait.update(what="training, trying an evaluation")
+            batch = next(self._batches())
+            jax.block_until_ready(
+                evaluation_step(state.student, batch, self._run.target, **self._options)
+            )
+        self._wait.update(what="training, compiling the first step")
+
+    def run(self, step: int, state: TrainState) -> None:
+        """Evaluate after a step, write the metrics, and export the student if it is the best."""
+        self._wait.update(what="training, evaluating after step")
+        evaluation = evaluate(
+            state.student, self._batches(), self._run.target, mesh=self._run.mesh, **self._options
+        )
+        goodness = self._method.goodness(evaluation[self._method.best_by])
+        if goodness > self._best:
+            self._best = goodness
+            # Before the metrics: a run that is killed here evaluates again, and exports.
+            self._export("best", state)
+        self._log.write(
+            {"step": step, **{f"held_out_{name}": value for name, value in evaluation.items()}}
+        )
+
+    def _batches(self) -> Iterator[Batch]:
+        rows = evaluation_rows(self._config.data.batch, self._config.accumulate, self._run.mesh)
+        return evaluation_batches(self._run.held_out, rows, self._run.mesh)
+
+
 class _Figures:
     """The metrics of the steps, fetched one step late: after the next step has been dispatched.
 
     So the device has work while the host waits, writes metrics, and makes the next batch. The time
     of a step is the time between two fetches. So the times add up to the time that has passed. The
     progress line has the loss, tokens per second, and the share of the devices' peak FLOPS.
+
+    `MetricsLog.write` gets all metrics of the run, here those of steps.
 
     Attributes:
         flops: the floating-point operations of a step.

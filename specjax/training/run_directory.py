@@ -3,7 +3,7 @@
 ::
 
     config.yaml, claim.json      the identity of the run; a different run cannot use the directory
-    checkpoints/                 the newest two checkpoints, to continue a killed run bit for bit
+    checkpoints/                 the newest checkpoints, to continue a killed run bit for bit
     metrics.jsonl                the metrics of every step
     tensorboard/, wandb/         the same for the service that ``logging`` names
     best/, latest/               the student, as its ``from_pretrained`` reads it
@@ -41,10 +41,9 @@ def refuse_foreign(output: Path, config: TrainConfig) -> None:
         raise ConfigError(f"output={config.output!r} is a file; give a directory")
     stored = output / "config.yaml"
     if stored.exists():
-        # Where the run lies and who watches it do not change its results.
-        earlier = replace(
-            load_yaml(TrainConfig, stored), output=config.output, logging=config.logging
-        )
+        # Where the run lies, who watches it, and how much of it stays do not change its results.
+        free = {name: getattr(config, name) for name in ("output", "logging", "checkpoints")}
+        earlier = replace(load_yaml(TrainConfig, stored), **free)
         if changed := differences(earlier, config):
             raise ConfigError(
                 f"output={config.output!r} has a run with another configuration"
@@ -124,9 +123,12 @@ def claim(output: Path, config: TrainConfig, inputs: Claim) -> None:
 
 
 @contextmanager
-def open_checkpoints(output: Path) -> Iterator[ocp.CheckpointManager]:
-    """Open the checkpoints of a run. They are saved in the background, and complete at the end."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
+def open_checkpoints(output: Path, count: int) -> Iterator[ocp.CheckpointManager]:
+    """Open the checkpoints of a run, of which the newest ``count`` stay.
+
+    They are saved in the background, and complete at the end.
+    """
+    options = ocp.CheckpointManagerOptions(max_to_keep=count, enable_async_checkpointing=True)
     folder = (output / "checkpoints").absolute()
     with naming_full_disk(output), ocp.CheckpointManager(folder, options=options) as manager:
         yield manager
@@ -233,6 +235,10 @@ class MetricsLog:
         self._file.write(json.dumps(record) + "\n")
         values = {name: value for name, value in record.items() if name != "step"}
         self._writer.write(record["step"], values)
+
+    def has(self, name: str, step: int) -> bool:
+        """Return whether an earlier part of this run has written a metric of a step."""
+        return any(record["step"] == step and name in record for record in self._records)
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric from before this run continued."""

@@ -1,5 +1,6 @@
 """One training step for any `TrainingMethod`, and the sharding of its arrays on a mesh."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import sharding
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Loss, Metrics, TrainingMethod, Windows
+from specjax.training.contract import Batch, Loss, Mean, Metrics, TrainingMethod, Windows, as_mean
 
 _EVALUATION_WINDOWS = 64
 
@@ -259,29 +260,72 @@ def _with(trained: Any, student: Any) -> Any:
     )
 
 
-@partial(jax.jit, static_argnames="method")
-def _evaluate_batch(
-    student: Any, batch: Batch, target: Target | None, *, method: TrainingMethod
-) -> Metrics:
-    return method.evaluation(student, batch, target)
+@partial(jax.jit, static_argnames=("method", "compute_dtype"))
+def evaluation_step(
+    student: Any,
+    batch: Batch,
+    target: Target | None,
+    *,
+    method: TrainingMethod,
+    compute_dtype: Any = jnp.float32,
+) -> dict[str, Mean]:
+    """Return the metrics of some held-out windows, as sums and counts.
+
+    The arguments are those of `train_step`.
+    """
+    metrics = method.evaluation(cast(student, compute_dtype), batch, target)
+    return {name: as_mean(name, metric, batch) for name, metric in metrics.items()}
+
+
+def evaluation_rows(batch: int, accumulate: int, mesh: Mesh | None = None) -> int:
+    """Return the number of rows that an evaluation reads at once.
+
+    It is that of a part of a training batch, but at least one for each device that rows are split
+    over.
+    """
+    devices = 1 if mesh is None else mesh.shape["data"]
+    return -(-(batch // accumulate) // devices) * devices
+
+
+def evaluation_batches(windows: Windows, rows: int, mesh: Mesh | None = None) -> Iterator[Batch]:
+    """Yield the first held-out windows, at most 64, as batches of so many rows.
+
+    The last one is filled up with rows that do not count: their loss masks are empty, and their
+    segments are -1.
+    """
+    count = min(_EVALUATION_WINDOWS, len(windows["tokens"]))
+    padding = {"tokens": 0, "segments": -1, "loss_mask": False}
+    for start in range(0, count, rows):
+        part = {name: array[start : min(start + rows, count)] for name, array in windows.items()}
+        missing = rows - len(part["tokens"])
+        filled = {
+            name: np.pad(array, ((0, missing), (0, 0)), constant_values=padding[name])
+            for name, array in part.items()
+        }
+        # The same key in every evaluation, so that two of them differ by the student alone.
+        yield make_batch(filled, jax.random.key(0), 1.0, mesh)
 
 
 def evaluate(
     student: Any,
-    packed: Windows,
-    batch: int,
+    batches: Iterable[Batch],
     target: Target | None,
     method: TrainingMethod,
+    *,
+    compute_dtype: Any = jnp.float32,
     mesh: Mesh | None = None,
 ) -> dict[str, float]:
-    """Return the mean metrics of the first held-out windows (whole batches, at most 64 windows)."""
-    windows = min(_EVALUATION_WINDOWS, len(packed["tokens"]))
-    starts = range(0, windows - batch + 1, batch) or range(1)
-    parts = [{name: array[i : i + batch] for name, array in packed.items()} for i in starts]
-    # The same key in every evaluation, so that two of them differ by the student alone.
-    batches = [make_batch(part, jax.random.key(0), 1.0, mesh) for part in parts]
-    totals = [
-        sharding.to_host(_evaluate_batch(student, part, target, method=method), mesh)
-        for part in batches
+    """Return the mean metrics of `evaluation_batches`.
+
+    A number depends on how many rows are read at once, and on the mesh, by rounding errors alone.
+    """
+    # One at a time, so that the device holds the arrays of one.
+    parts = [
+        sharding.to_host(
+            evaluation_step(student, batch, target, method=method, compute_dtype=compute_dtype),
+            mesh,
+        )
+        for batch in batches
     ]
-    return {name: float(np.mean([total[name] for total in totals])) for name in totals[0]}
+    sums = jax.tree.map(lambda *values: np.sum(values, dtype=np.float64), *parts)
+    return {name: float(mean.value) for name, mean in sums.items()}

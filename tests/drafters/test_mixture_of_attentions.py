@@ -435,7 +435,7 @@ def test_held_out_windows_are_judged_by_such_chains() -> None:
         logits = slow_chain(student, target, text[: root + 1], text[root + 1 : root + 5])
         right.append(logits.argmax(-1) == likeliest[root : root + 5])
         lengths.append(1 + np.cumprod(right[-1]).sum())
-    np.testing.assert_allclose(metrics["acceptance_length"], np.mean(lengths), rtol=1e-5)
+    np.testing.assert_allclose(metrics["acceptance_length"].value, np.mean(lengths), rtol=1e-5)
     assert 0 < np.mean(right) < 1
 
 
@@ -567,7 +567,7 @@ def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
         jax.random.key(0), StudentInputs(tokenizer=None, counts=np.ones(11), target=target)
     )  # type: ignore[arg-type]
     assert_all_learn(method, student, target)
-    assert method.evaluation(student, BATCH, target)["acceptance_length"] >= 1
+    assert method.evaluation(student, BATCH, target)["acceptance_length"].value >= 1
     student.save_pretrained(tmp_path)
     again = load_drafter(str(tmp_path), Chain(2), target.config, dtype=jnp.float32)
     assert isinstance(again, EagleWithLayerAttention)

@@ -21,7 +21,7 @@ from specjax.training.methods import (
 )
 from specjax.training.objectives import blocks
 from specjax.training.objectives.ahead import counted
-from specjax.training.objectives.blocks import draw_places, read_blocks, read_everywhere
+from specjax.training.objectives.blocks import at_all_places, draw_places, read_blocks
 from specjax.training.objectives.windows import score
 from tests.conftest import tiny_target
 from tests.drafters import block_oracles
@@ -121,6 +121,10 @@ def drafted(student, place, target=TARGET):
     )
 
 
+def every_block(student, output):
+    return at_all_places(lambda places, states: states, student, TARGET, BATCH, output)
+
+
 @pytest.mark.full_except("dflash", "dspark rnn", "windows of blocks", "windows of tokens")
 @pytest.mark.kills_alone("blocks-hang-from-the-token-before, blocks-see-each-other")
 def test_blocks_are_what_the_drafter_writes(student) -> None:
@@ -128,7 +132,7 @@ def test_blocks_are_what_the_drafter_writes(student) -> None:
     output, _ = score(TARGET, BATCH, student.taps(TARGET.config))
     places = jnp.asarray([[11, 0, 3, 6, 2, 9]])
     few = np.asarray(read_blocks(student, TARGET, BATCH, output, places)[0])
-    every = np.asarray(read_everywhere(student, TARGET, BATCH, output)[0])
+    every = np.asarray(every_block(student, output)[0])
     compared = 0
     for place in range(13):
         if place in (8, 13):  # the last place of a document: its block would begin in the next one
@@ -144,9 +148,9 @@ def test_blocks_are_what_the_drafter_writes(student) -> None:
 def test_an_evaluation_in_chunks_is_that_of_all_at_once(monkeypatch) -> None:
     student = strong(STUDENTS["dflash"](TARGET))
     output, _ = score(TARGET, BATCH, student.taps(TARGET.config))
-    whole = read_everywhere(student, TARGET, BATCH, output)
+    whole = every_block(student, output)
     monkeypatch.setattr(blocks, "_CHUNK", 5)
-    np.testing.assert_allclose(read_everywhere(student, TARGET, BATCH, output), whole, atol=1e-5)
+    np.testing.assert_allclose(every_block(student, output), whole, atol=1e-5)
 
 
 def counted_depths() -> dict[int, int]:
@@ -472,7 +476,7 @@ def test_a_loss_of_acceptance_raises_it() -> None:
 
     def chance(params):
         metrics = method.evaluation(student.replace(params=params), batch, TARGET)
-        return metrics["acceptance_length_sampled"]
+        return metrics["acceptance_length_sampled"].value
 
     descend = jax.jit(
         lambda params: jax.tree.map(lambda x, g: x - 0.5 * g, params, jax.grad(objective)(params))
@@ -512,12 +516,13 @@ def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_
     student = strong(STUDENTS[kind](TARGET))
     batch = {**batch_of([[1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8, 2, 1, 4]]), "key": jax.random.key(0)}
     metrics = method.evaluation(student, batch, TARGET)
-    assert 1 <= metrics["acceptance_length"] <= 1 + DEPTH
+    assert 1 <= metrics["acceptance_length"].value <= 1 + DEPTH
     assert f"accuracy_{DEPTH - 1}" in metrics
     assert f"accuracy_{DEPTH}" not in metrics
     blind = student.replace(params=student.params | {name: jnp.zeros_like(student.params[name])})
     without = method.evaluation(blind, batch, TARGET)
-    assert without["acceptance_length_sampled"] != metrics["acceptance_length_sampled"]
+    sampled = [measured["acceptance_length_sampled"].value for measured in (without, metrics)]
+    assert sampled[0] != sampled[1]
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,10 @@ def test_it_learns_and_reports(finished) -> None:
     assert len(losses) == 40
     assert losses[-1] < losses[0] - 0.5
     assert [line["step"] for line in lines if "held_out_loss" in line] == [20, 40]
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    assert len(rates) == 40
+    assert rates[0] == 0 < rates[1] < rates[2] == max(rates) == pytest.approx(1e-2)
+    assert rates[-1] == min(rates[1:])
     model = Target.from_pretrained(finished / "best")
     assert model.config.vocab_size == 290
     assert model.config.eos_token_ids == (0,)
@@ -493,9 +497,6 @@ class SlowLm(Lm):
         loss += 0 * jnp.sum(busy)
         return loss, {**metrics, "loss": loss}
 
-    def evaluation(self, student, batch, target):
-        return Lm.objective(self, student, batch, target)[1]
-
 
 @pytest.mark.full
 def test_a_step_runs_while_the_next_ones_data_are_made(source, tmp_path, monkeypatch) -> None:
@@ -561,7 +562,7 @@ def test_metrics_of_the_steps_that_finished_are_written_where_a_run_is_interrupt
 def test_the_best_student_is_kept_beside_the_latest(source, tmp_path, monkeypatch) -> None:
     """Check made-up held-out losses, of which the second is the best of three."""
     made_up = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(loop, "evaluate", lambda *_: {"loss": next(made_up)})
+    monkeypatch.setattr(loop, "evaluate", lambda *_, **__: {"loss": next(made_up)})
     directory = loop.train(
         config(source, tmp_path / "run", steps=6, evaluate_every=2, checkpoint_every=2)
     )
@@ -574,6 +575,64 @@ def test_the_best_student_is_kept_beside_the_latest(source, tmp_path, monkeypatc
     held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
     assert held_out == [3.0, 1.0, 2.0]
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+@pytest.mark.full
+def test_a_run_that_dies_in_an_evaluation_evaluates_once_when_it_continues(
+    source, finished, tmp_path, monkeypatch
+) -> None:
+    """Check a run that ends in the evaluation of step 20, after the checkpoint of that step."""
+    steps = []
+
+    def failing(*arguments, **options):
+        raise MemoryError
+
+    def counting(*arguments, **options):
+        steps.append("evaluated")
+        return step.evaluate(*arguments, **options)
+
+    def counted_step(state, *arguments, **options):
+        steps.append(int(state.step) + 1)
+        return step.train_step(state, *arguments, **options)
+
+    run = config(source, tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "evaluate", failing)
+        with pytest.raises(MemoryError):
+            loop.train(run)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("[0-9]*")] == ["20"]
+    assert not any("held_out_loss" in line for line in metrics_of(tmp_path / "run"))
+    monkeypatch.setattr(loop, "evaluate", counting)
+    monkeypatch.setattr(loop, "train_step", counted_step)
+    loop.train(run)
+    assert steps == ["evaluated", *range(21, 41), "evaluated"]
+    assert_same_runs(tmp_path / "run", finished)
+    # A finished run neither trains nor evaluates again.
+    loop.train(run)
+    assert len(steps) == 22
+
+
+def test_an_evaluation_that_does_not_fit_fails_before_the_first_step(
+    source, tmp_path, monkeypatch
+) -> None:
+    shapes = []
+
+    def failing(student, batch, *arguments, **options):
+        shapes.append(batch["tokens"].shape)
+        raise MemoryError
+
+    monkeypatch.setattr(loop, "evaluation_step", failing)
+    with pytest.raises(MemoryError):
+        loop.train(config(source, tmp_path / "run", accumulate=2))
+    assert shapes == [(2, 33)]  # as many rows as a part of a batch
+    assert not metrics_of(tmp_path / "run")
+
+
+@pytest.mark.full
+def test_as_many_checkpoints_stay_as_the_configuration_says(source, tmp_path) -> None:
+    loop.train(config(source, tmp_path / "run", steps=8, checkpoint_every=2, checkpoints=3))
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").glob("[0-9]*")}
+    assert names == {"4", "6", "8"}
 
 
 @pytest.mark.full

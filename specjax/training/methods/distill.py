@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss
+from specjax.training.contract import Batch, Loss, Mean
+from specjax.training.objectives.ahead import agreement
+from specjax.training.objectives.chunks import by_chunks
 from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod
-from specjax.training.objectives.windows import forward
+from specjax.training.objectives.windows import forward, read
 
 
 @dataclass(frozen=True)
@@ -51,4 +53,22 @@ class Distill(WholeModelMethod):
             "loss": loss,
             "acceptance": losses.mean_over_labels(accepted, mask),
             "agreement": losses.mean_over_labels(agreed, mask),
+        }
+
+    def evaluation(self, student: Target, batch: Batch, target: Target) -> dict[str, Mean]:
+        def compare(states: jax.Array, expected: jax.Array) -> tuple[jax.Array, ...]:
+            logits, target_logits = student.head(states), target.head(expected)
+            return losses.forward_kl(target_logits, logits), *agreement(logits, target_logits)
+
+        divergence, is_right, accepted = by_chunks(
+            compare,
+            (read(student, batch)[0].hidden, read(target, batch)[0].hidden),
+            numbers=target.config.vocab_size,
+            mesh=target.mesh,
+        )
+        mask = batch["loss_mask"]
+        return {
+            "loss": Mean.over_positions(divergence, mask, batch),
+            "acceptance": Mean.over_labels(accepted, mask),
+            "agreement": Mean.over_labels(is_right, mask),
         }

@@ -20,11 +20,11 @@ from specjax.drafters.trained import open_drafter
 from specjax.models.attention import Piece
 from specjax.models.cache import Entries
 from specjax.models.primitives import linear
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import States, Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, decayed, simulate
-from specjax.training.objectives.windows import document_mask, score
+from specjax.training.objectives.windows import document_mask, read, score
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ class Gemma4AssistantTraining(TrainingMethod):
         steps = draft_along(student, batch, target, output, entries, self.steps, remat=self.remat)
         return decayed(batch, steps, jax.checkpoint(loss_of) if self.remat else loss_of, self.decay)
 
-    def evaluation(self, student: Gemma4Assistant, batch: Batch, target: Target) -> Metrics:
-        output, entries = score(target, batch)
+    def evaluation(self, student: Gemma4Assistant, batch: Batch, target: Target) -> dict[str, Mean]:
+        output, entries = read(target, batch)
         steps = draft_along(student, batch, target, output, entries, SIMULATED_STEPS)
-        return simulate(output, batch, (student.logits(x) for x in steps))
+        return simulate(target, output.hidden, batch, ((student.logits, x) for x in steps))
 
     def frozen(self, path: str) -> bool:
         return self.freeze_head and path == "params.embed"
@@ -148,7 +148,7 @@ def draft_along(
     student: Gemma4Assistant,
     batch: Batch,
     target: Target,
-    output: Output,
+    output: States,
     entries: Entries,
     steps: int,
     *,

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss
-from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod
-from specjax.training.objectives.windows import forward
+from specjax.training.contract import Batch, Loss, Mean
+from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod, next_token_metrics
+from specjax.training.objectives.windows import forward, read
 
 
 @dataclass(frozen=True)
@@ -42,3 +42,6 @@ class Lm(WholeModelMethod):
             "loss": loss,
             "accuracy": losses.mean_over_labels(jnp.argmax(logits, -1) == labels, mask),
         }
+
+    def evaluation(self, student: Target, batch: Batch, target: Target | None) -> dict[str, Mean]:
+        return next_token_metrics(student, read(student, batch)[0].hidden, batch)

@@ -16,11 +16,11 @@ from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss, Metrics, StudentInputs
+from specjax.training.contract import Batch, Loss, Mean, StudentInputs
 from specjax.training.objectives.module_loss import module_loss
 from specjax.training.objectives.unrolling import simulate_unrolled
-from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod
-from specjax.training.objectives.windows import forward
+from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod, next_token_metrics
+from specjax.training.objectives.windows import forward, read
 
 
 @struct.dataclass
@@ -118,14 +118,16 @@ class LmMTP(WholeModelMethod):
         loss = lm_loss + weight * mtp_loss
         return loss, {"loss": loss, "lm_loss": lm_loss, **metrics}
 
-    def evaluation(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> Metrics:
+    def evaluation(
+        self, student: ModelWithMTP, batch: Batch, target: Target | None
+    ) -> dict[str, Mean]:
         """Return the metrics of held-out windows.
 
         ``loss`` is that of the next token alone, to show whether the modules improve the model.
         """
-        output = forward(student.model, batch)
-        simulated = simulate_unrolled(student.mtp, batch, student.model, output, output.hidden)
-        return {"loss": _lm_loss(output, batch), **simulated}
+        model, hidden = student.model, read(student.model, batch)[0].hidden
+        simulated = simulate_unrolled(student.mtp, batch, model, hidden, hidden)
+        return {"loss": next_token_metrics(model, hidden, batch)["loss"], **simulated}
 
 
 def _lm_loss(output: Output, batch: Batch) -> jax.Array:

@@ -1,6 +1,7 @@
 """Medusa-1 (Cai et al. 2024, arXiv 2401.10774, section 2.2.1): heads for a frozen target."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import jax
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 from specjax.config import ConfigError
 from specjax.drafters.methods.medusa import Medusa
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, prediction_loss, simulate
-from specjax.training.objectives.windows import forward
+from specjax.training.objectives.windows import forward, read
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class MedusaTraining(TrainingMethod):
             metrics[f"loss_{head}"] = loss
         return total, {"loss": total, **metrics}
 
-    def evaluation(self, student: Medusa, batch: Batch, target: Target) -> Metrics:
-        output = forward(target, batch)
+    def evaluation(self, student: Medusa, batch: Batch, target: Target) -> dict[str, Mean]:
+        hidden = read(target, batch)[0].hidden
         heads = range(min(self.heads, SIMULATED_STEPS))
-        return simulate(output, batch, (student.head(head, output.hidden) for head in heads))
+        predictions = ((partial(student.head, head), hidden) for head in heads)
+        return simulate(target, hidden, batch, predictions)

@@ -18,13 +18,13 @@ from jaxtyping import Array, Bool, Int
 from specjax.config import ConfigError
 from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
 from specjax.models.cache import Entries
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import Output, States, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.objectives.unrolling import layer_sizes
-from specjax.training.objectives.windows import document_mask, first_tokens, score
+from specjax.training.objectives.windows import document_mask, first_tokens, read, score
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,14 @@ class MoATraining(TrainingMethod):
         share = jnp.maximum(1 - progress / max(self.staircase_until, 1e-6), 0)
         return length, jax.random.uniform(staircase_key, (rows,)) < share
 
-    def evaluation(self, student: MixtureOfAttentions, batch: Batch, target: Target) -> Metrics:
-        output, entries = score(target, batch)
+    def evaluation(
+        self, student: MixtureOfAttentions, batch: Batch, target: Target
+    ) -> dict[str, Mean]:
+        output, entries = read(target, batch)
         states = draft_everywhere(student, batch, target, output, entries, SIMULATED_STEPS)
         # `simulate` expects the predictions of the draft with root t + 1 at position t.
-        return simulate(output, batch, (ahead(target.head(hidden), 1) for hidden in states))
+        predictions = ((target.head, ahead(hidden, 1)) for hidden in states)
+        return simulate(target, output.hidden, batch, predictions)
 
 
 @shape_checked
@@ -207,7 +210,7 @@ def draft_everywhere(
     student: MixtureOfAttentions,
     batch: Batch,
     target: Target,
-    output: Output,
+    output: States,
     entries: Entries,
     steps: int,
 ) -> Iterator[jax.Array]:

@@ -9,6 +9,7 @@ all have depth 0, and a share of those that have depth d also has depth d + 1.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
@@ -20,10 +21,10 @@ from specjax.drafters.methods.peagle import PEagle
 from specjax.models.cache import Entries
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss, Metrics, StudentInputs
+from specjax.training.contract import Batch, Loss, Mean, StudentInputs
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, counted, simulate
 from specjax.training.objectives.draft_vocabulary import Eagle3Method, draft_labels, token_loss
-from specjax.training.objectives.windows import document_mask, forward
+from specjax.training.objectives.windows import document_mask, read
 
 
 @dataclass(frozen=True)
@@ -142,19 +143,15 @@ class PEagleTraining(Eagle3Method):
             metrics[f"loss_{depth}"] = loss_of_depth
         return total, {"loss": total, **metrics}
 
-    def evaluation(self, student: PEagle, batch: Batch, target: Target) -> Metrics:
+    def evaluation(self, student: PEagle, batch: Batch, target: Target) -> dict[str, Mean]:
         """Return the metrics of `simulate`, from every place to every depth."""
-        output = forward(target, batch, student.taps(target.config))
+        output, _ = read(target, batch, student.taps(target.config))
         window = output.hidden.shape[1]
         every = jnp.broadcast_to(jnp.arange(window), output.hidden.shape[:2])
         sizes = (window,) * (SIMULATED_STEPS - 1)
         depths = read_depths(student, target, batch, student.features(output), every, sizes)
-        return simulate(
-            output,
-            batch,
-            (student.logits(target, states) for states in depths),
-            student.vocabulary(target),
-        )
+        predictions = ((partial(student.logits, target), states) for states in depths)
+        return simulate(target, output.hidden, batch, predictions, student.vocabulary(target))
 
 
 def draw(batch: Batch, sizes: Sequence[int]) -> tuple[jax.Array, jax.Array]:

@@ -5,8 +5,8 @@ target's states up to t, and the tokens of the text up to t + 1 + k.
 """
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,17 @@ from jaxtyping import Array, Bool
 
 from specjax.drafters.candidates import Vocabulary
 from specjax.evaluation.metrics import overlap
-from specjax.models.transformer import Output
+from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss, Metrics
+from specjax.training.contract import Batch, Loss, Mean
+from specjax.training.objectives.chunks import by_chunks
 
 Labels = Literal["text", "target"]
 """The labels: the tokens of the text, or the target's distribution at their positions."""
+
+Predictions = tuple[Callable[[Any], jax.Array], Any]
+"""A function from states ``[B, n, ...]`` to logits ``[B, n, Vd]``, and states ``[B, T, ...]``."""
 
 
 def ahead(values: jax.Array, by: int) -> jax.Array:
@@ -106,12 +110,70 @@ It is the same for all drafters, so that their metrics can be compared.
 """
 
 
+def agreement(
+    logits: jax.Array, target_logits: jax.Array, vocabulary: Vocabulary | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return how far predictions agree with the target.
+
+    Args:
+        logits: ``[..., Vd]`` the drafter's logits.
+        target_logits: ``[..., V]`` the target's logits at the same predictions.
+        vocabulary: the vocabulary of the drafter's logits; None for the target's.
+
+    Returns:
+        ``[...]`` bool whether the two likeliest tokens are the same, and ``[...]`` float32 the
+        acceptance probability ``sum(min(p, q))`` at temperature 1.
+    """
+    likeliest, q = jnp.argmax(logits, axis=-1), jax.nn.softmax(logits)
+    p = jax.nn.softmax(target_logits)
+    if vocabulary is not None:
+        # A token that cannot be drafted has q = 0, and adds nothing to the sum.
+        likeliest, p = vocabulary.ids[likeliest], vocabulary.noise(p)
+    return likeliest == jnp.argmax(target_logits, axis=-1), overlap(p, q)
+
+
 def simulate(
-    output: Output,
+    target: Target,
+    hidden: jax.Array,
     batch: Batch,
-    predicted: Iterable[jax.Array],
+    steps: Iterable[Predictions],
     vocabulary: Vocabulary | None = None,
-) -> Metrics:
+) -> dict[str, Mean]:
+    """Return the metrics of `chain_metrics` for predictions from all positions of the windows.
+
+    One step after the other is computed, and each by chunks of positions.
+
+    Args:
+        target: the target.
+        hidden: ``[B, T, H]`` the target's hidden states at the windows.
+        batch: the windows.
+        steps: for each step a function from states ``[B, n, ...]`` to logits ``[B, n, Vd]``, and
+            the states ``[B, T, ...]`` of all positions. If there are fewer than `SIMULATED_STEPS`,
+            the chains are shorter.
+        vocabulary: the vocabulary of these logits; None for the target's.
+    """
+
+    def agreements() -> Iterator[tuple[jax.Array, jax.Array]]:
+        for step, (logits_of, states) in enumerate(steps):
+
+            def compare(
+                states: Any, expected: jax.Array, logits_of: Any = logits_of
+            ) -> tuple[jax.Array, jax.Array]:
+                return agreement(logits_of(states), target.head(expected), vocabulary)
+
+            yield by_chunks(
+                compare,
+                (states, ahead(hidden, 1 + step)),
+                numbers=target.config.vocab_size,
+                mesh=target.mesh,
+            )
+
+    return chain_metrics(batch, agreements())
+
+
+def chain_metrics(
+    batch: Batch, agreements: Iterable[tuple[jax.Array, jax.Array]]
+) -> dict[str, Mean]:
     """Return the metrics of chains of `SIMULATED_STEPS` drafted tokens from every position.
 
     The drafting is simulated: each step reads the tokens of the text, not the drafted ones. If the
@@ -119,35 +181,33 @@ def simulate(
     the text, and no real draft would be accepted beyond that token.
 
     Args:
-        output: the target's output at the windows.
         batch: the windows.
-        predicted: the drafter's logits ``[B, T, Vd]`` of each step. If there are fewer steps, the
-            chains are shorter.
-        vocabulary: the vocabulary of these logits; None for the target's.
+        agreements: the `agreement` of each step, two arrays ``[B, T]``.
 
     Returns:
         ``accuracy_k``: how often the drafter's likeliest token at step k is the target's, whatever
-        came before. ``acceptance_length``: the mean number of tokens that a step of greedy decoding
-        emits, with the bonus token, over the positions where all steps count.
-        ``acceptance_length_sampled``: the same at temperature 1, from the acceptance probability
-        ``sum(min(p, q))`` of each step.
+        came before. ``acceptance_k``: the mean acceptance probability of a token drawn at step k,
+        whatever came before. ``acceptance_length``: the mean number of tokens that a step of greedy
+        decoding emits, with the bonus token, over the positions where all steps count.
+        ``acceptance_length_sampled``: the same at temperature 1, from the acceptance probabilities.
     """
     whole = functools.reduce(
         jnp.logical_and, [counted(batch, step) for step in range(SIMULATED_STEPS)]
     )
     # For each position, whether all steps up to this one are accepted, and the probability of that.
     all_accepted, probability = jnp.where(whole, 1.0, 0.0), jnp.where(whole, 1.0, 0.0)
-    length, sampled_length = jnp.ones(()), jnp.ones(())
-    metrics = {}
-    for step, logits in enumerate(predicted):
-        target_logits = expected(output, step)[1]
-        likeliest, q = jnp.argmax(logits, axis=-1), jax.nn.softmax(logits)
-        if vocabulary is not None:
-            likeliest, q = vocabulary.ids[likeliest], vocabulary.widen(q)
-        is_right = likeliest == jnp.argmax(target_logits, axis=-1)
-        all_accepted = all_accepted * is_right
-        probability = probability * overlap(jax.nn.softmax(target_logits), q)
-        length += losses.mean_over_labels(all_accepted, whole)
-        sampled_length += losses.mean_over_labels(probability, whole)
-        metrics[f"accuracy_{step}"] = losses.mean_over_labels(is_right, counted(batch, step))
-    return {"acceptance_length": length, "acceptance_length_sampled": sampled_length, **metrics}
+    length, sampled_length = jnp.zeros(whole.shape), jnp.zeros(whole.shape)
+    accuracy, acceptance = {}, {}
+    for step, (is_right, accepted) in enumerate(agreements):
+        all_accepted, probability = all_accepted * is_right, probability * accepted
+        length, sampled_length = length + all_accepted, sampled_length + probability
+        counts = counted(batch, step)
+        accuracy[f"accuracy_{step}"] = Mean.over_labels(is_right, counts)
+        acceptance[f"acceptance_{step}"] = Mean.over_labels(accepted, counts)
+    # The target's own token comes after the accepted ones.
+    return {
+        "acceptance_length": Mean.over_labels(length, whole, base=1.0),
+        "acceptance_length_sampled": Mean.over_labels(sampled_length, whole, base=1.0),
+        **accuracy,
+        **acceptance,
+    }

@@ -16,7 +16,7 @@ other block.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -32,22 +32,29 @@ from specjax.models.cache import Entries
 from specjax.models.transformer import Output, States, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss, Metrics, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
 from specjax.training.objectives.acceptance import (
     AcceptanceLoss,
     acceptance_loss_by_depth,
     check_loss,
 )
-from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, ahead, counted, simulate
+from specjax.training.objectives.ahead import (
+    SIMULATED_STEPS,
+    Labels,
+    agreement,
+    chain_metrics,
+    counted,
+)
+from specjax.training.objectives.chunks import by_chunks
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.unrolling import places as distance_from_first
-from specjax.training.objectives.windows import score
+from specjax.training.objectives.windows import read, score
 
 _NEVER = -1e9
 """The log-probability of an impossible token. It is finite, so that 0 times it is 0."""
 
 _CHUNK = 32
-"""The number of blocks of each window that an evaluation, which has one per place, runs at once."""
+"""The most blocks of each window that an evaluation, which has one per place, runs at once."""
 
 
 @dataclass(frozen=True)
@@ -150,14 +157,24 @@ class BlockMethod(TrainingMethod):
         total = sum(means.values(), jnp.zeros(()))
         return total, {"loss": total} | (means if len(means) > 1 else {})
 
-    def evaluation(self, student: Any, batch: Batch, target: Target) -> Metrics:
-        output, _ = score(target, batch, student.taps(target.config))
-        states = read_everywhere(student, target, batch, output)
-        steps, count = min(SIMULATED_STEPS, student.config.depth), states.shape[1]
-        before = jnp.stack(
-            [ahead(batch["tokens"], 1 + step)[:, :count] for step in range(steps)], axis=-1
-        )
-        return simulate(output, batch, self.expected(student, target, states[:, :, :steps], before))
+    def evaluation(self, student: Any, batch: Batch, target: Target) -> dict[str, Mean]:
+        """Return the metrics of `chain_metrics`, of a block at every place."""
+        output, _ = read(target, batch, student.taps(target.config))
+        steps = jnp.arange(min(SIMULATED_STEPS, student.config.depth))
+
+        def compare(
+            places: jax.Array, states: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array], ...]:
+            # The positions at which the target predicts the token of each step.
+            after = places[..., None] + 1 + steps
+            states, hidden = states[:, :, : len(steps)], _take(output.hidden, after)
+            predictions = self.expected(student, target, states, _take(batch["tokens"], after))
+            return tuple(
+                agreement(logits, target.head(hidden[:, :, step]))
+                for step, logits in enumerate(predictions)
+            )
+
+        return chain_metrics(batch, at_all_places(compare, student, target, batch, output))
 
     def expected(
         self, student: Any, target: Target, states: jax.Array, before: jax.Array
@@ -316,18 +333,21 @@ class DraftedBlocks:
         """
         depth = states.shape[2]
         # The positions at which the target predicts the token of each depth.
-        after = places[..., None] + 1 + jnp.arange(depth)
-
-        def take(values: jax.Array, indices: jax.Array) -> jax.Array:
-            indices = jnp.minimum(indices, values.shape[1] - 1).reshape(indices.shape[0], -1)
-            values_there = jax.vmap(lambda row, places: row[places])(values, indices)
-            return values_there.reshape(*after.shape, *values.shape[2:])
-
-        tokens = batch["tokens"]
-        counts = jax.vmap(lambda row, places: row[places])(valid, places)
+        after, tokens = places[..., None] + 1 + jnp.arange(depth), batch["tokens"]
         return cls(
-            states, take(output.hidden, after), take(tokens, after + 1), take(tokens, after), counts
+            states,
+            _take(output.hidden, after),
+            _take(tokens, after + 1),
+            _take(tokens, after),
+            _take(valid, places),
         )
+
+
+def _take(values: jax.Array, indices: jax.Array) -> jax.Array:
+    """Take from ``values [B, T, ...]`` those at ``indices [B, ...]``, at most the last."""
+    flat = jnp.minimum(indices, values.shape[1] - 1).reshape(indices.shape[0], -1)
+    values_there = jax.vmap(lambda row, places: row[places])(values, flat)
+    return values_there.reshape(*indices.shape, *values.shape[2:])
 
 
 @shape_checked
@@ -387,23 +407,28 @@ def _read(
     return states.reshape(rows, blocks, size, -1)[:, :, size - config.depth :]
 
 
-def read_everywhere(student: DFlash, target: Target, batch: Batch, output: Output) -> jax.Array:
-    """Return the drafter's states ``[B, T, D, H]`` of a block at every place, chunk by chunk."""
+def at_all_places(
+    function: Callable[[jax.Array, jax.Array], Any],
+    student: DFlash,
+    target: Target,
+    batch: Batch,
+    output: States,
+) -> Any:
+    """Return ``function(places, states)`` of a block at every place, for some places at a time.
+
+    The arguments are ``[B, n]`` places and the drafter's states ``[B, n, D, H]`` of their blocks.
+    The results are pytrees of arrays ``[B, n, ...]``; those of all places are ``[B, T, ...]``.
+    """
     rows, count = output.hidden.shape[:2]
     index = jnp.broadcast_to(jnp.arange(count), (rows, count))
     context = student.context(student.features(output), index)
-    width = min(_CHUNK, count)
-    starts = jnp.arange(0, count, width)
-    # If the width does not divide the window, the last place is read several times.
-    places = jnp.minimum(starts[:, None] + jnp.arange(width), count - 1)
-    # ``[chunks, B, width, D, H]``
-    chunks = jax.lax.map(
-        lambda chunk: _read(
-            student, target, batch, context, jnp.broadcast_to(chunk, (rows, width))
-        ),
-        places,
+    return by_chunks(
+        lambda places: function(places, _read(student, target, batch, context, places)),
+        (index,),
+        numbers=min(SIMULATED_STEPS, student.config.depth) * target.config.vocab_size,
+        mesh=target.mesh,
+        widest=_CHUNK,
     )
-    return jnp.moveaxis(chunks, 0, 1).reshape(rows, -1, *chunks.shape[3:])[:, :count]
 
 
 @shape_checked

@@ -47,6 +47,7 @@ def by_chunks(
     arrays: Sequence[Any],
     numbers: int,
     mesh: Mesh | None = None,
+    widest: int | None = None,
 ) -> Any:
     """Return ``function(*arrays)``, computed for one chunk of positions after the other.
 
@@ -59,6 +60,7 @@ def by_chunks(
         arrays: pytrees of arrays ``[B, N, ...]``.
         numbers: see `width_of`.
         mesh: see `width_of`.
+        widest: the most positions of a chunk; None for any number.
 
     Examples:
         >>> from specjax.training.objectives.chunks import by_chunks
@@ -73,7 +75,7 @@ def by_chunks(
     """
     arrays = tuple(arrays)
     rows, count = jax.tree.leaves(arrays)[0].shape[:2]
-    width = width_of(rows, count, numbers, mesh)
+    width = min(width_of(rows, count, numbers, mesh), widest or count)
     if width >= count:
         return function(*arrays)
     chunks = -(-count // width)

@@ -9,6 +9,7 @@ of the text, not drafted ones.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -16,10 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from specjax.drafters.features import FeatureDrafter, visible_in
-from specjax.models.transformer import Output, Target
-from specjax.training.contract import Batch, Metrics, TrainingMethod
+from specjax.models.transformer import Target
+from specjax.training.contract import Batch, Mean, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
-from specjax.training.objectives.windows import document_mask, first_tokens, score
+from specjax.training.objectives.windows import document_mask, first_tokens, read
 
 
 def unroll(
@@ -109,21 +110,22 @@ class FeatureMethod(TrainingMethod):
 
     best_by: ClassVar[str] = "acceptance_length"
 
-    def evaluation(self, student: FeatureDrafter, batch: Batch, target: Target) -> Metrics:
-        output, entries = score(target, batch, student.taps(target.config))
-        return simulate_unrolled(student, batch, target, output, student.features(output, entries))
+    def evaluation(self, student: FeatureDrafter, batch: Batch, target: Target) -> dict[str, Mean]:
+        states, entries = read(target, batch, student.taps(target.config))
+        features = student.features(states, entries)
+        return simulate_unrolled(student, batch, target, states.hidden, features)
 
 
 def simulate_unrolled(
-    student: FeatureDrafter, batch: Batch, target: Target, output: Output, features: jax.Array
-) -> Metrics:
-    """Return the metrics of `simulate` for a feature drafter and the target's output."""
+    student: FeatureDrafter, batch: Batch, target: Target, hidden: jax.Array, features: jax.Array
+) -> dict[str, Mean]:
+    """Return the metrics of `simulate` for a feature drafter and the target's ``hidden`` states."""
     steps = unroll(student, batch, target, features, SIMULATED_STEPS, detach=True)
-    logits = (
-        student.logits(target, states, min(step, student.modules - 1))
+    predictions = (
+        (partial(student.logits, target, module=min(step, student.modules - 1)), states)
         for step, states in enumerate(steps)
     )
-    return simulate(output, batch, logits, student.vocabulary(target))
+    return simulate(target, hidden, batch, predictions, student.vocabulary(target))
 
 
 def layer_sizes(intermediate_size: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 
 from specjax.config import ConfigError
 from specjax.errors import InputError
@@ -11,7 +12,9 @@ from specjax.models import config_json
 from specjax.models.config import LinearAttention, ModelConfig, Rope
 from specjax.models.families import FAMILIES
 from specjax.models.transformer import Target
-from specjax.training.contract import StudentInputs, TrainingMethod
+from specjax.training import losses
+from specjax.training.contract import Batch, Mean, StudentInputs, TrainingMethod
+from specjax.training.objectives.chunks import by_chunks
 from specjax.training.tokenizer import END_OF_TEXT
 
 
@@ -104,3 +107,20 @@ class WholeModelMethod(TrainingMethod):
 
     def init(self, key: jax.Array, inputs: StudentInputs) -> Any:
         return self.model.init(key, inputs)
+
+
+def next_token_metrics(model: Target, hidden: jax.Array, batch: Batch) -> dict[str, Mean]:
+    """Return the loss of the next token and the accuracy, of a model's states ``[B, T, H]``."""
+
+    def compare(hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = model.head(hidden)
+        return losses.cross_entropy(logits, labels), jnp.argmax(logits, axis=-1) == labels
+
+    labels, mask = batch["tokens"][:, 1:], batch["loss_mask"]
+    entropies, is_right = by_chunks(
+        compare, (hidden, labels), numbers=model.config.vocab_size, mesh=model.mesh
+    )
+    return {
+        "loss": Mean.over_positions(entropies, mask, batch),
+        "accuracy": Mean.over_labels(is_right, mask),
+    }
