@@ -155,13 +155,13 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ConfigError for values that are out of range or contradict each other."""
-        _check_numbers(self)
         counts = ("steps", "evaluate_every", "checkpoint_every", "checkpoints")
         check_minimum(1, self, counts, error=ConfigError)
         if not 0 <= self.seed < 2**63:  # the range of `specjax.sampling.make_key`
             raise ConfigError(
                 f"seed={self.seed}: must be a whole number, at least 0 and below 2**63"
             )
+        _check_numbers(self)
         if self.accumulate < 1 or self.data.batch % self.accumulate:
             raise ConfigError(
                 f"accumulate={self.accumulate}: must divide data.batch={self.data.batch}"
