@@ -18,14 +18,8 @@ from specjax.serving.memory import USUAL_CAPACITY
 from specjax.sharding import make_mesh
 from specjax.templates import Settings
 from specjax.text import check_stop
-from specjax.training.documents import (
-    REGENERATED_FROM,
-    Document,
-    find_origin,
-    hash_of,
-    identities,
-    parse_record,
-)
+from specjax.training.documents import find_origin, hash_of, identities
+from specjax.training.records import REGENERATED_FROM, Document, parse_record
 
 
 class Generate:
@@ -203,7 +197,7 @@ class Generate:
             record = self._writer.text_record(prompt, answer)
             text = record.pop("text")
             return columns | record | {"text": text}  # in the order of the columns of `_left_out`
-        messages = [*row.prompt, {"role": "assistant", "content": answer.text}]
+        messages = [*row.prompt, self._writer.message(prompt, answer, self._stop)]
         return (
             columns
             | self._writer.tokens_record([(prompt, answer.tokens)], is_chat=True)

@@ -4,7 +4,7 @@ Up to rounding, an answer depends only on the content of its prompt, the samplin
 seed. It does not depend on the order of the data or on other requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from specjax import decoding, pipeline
+from specjax.chat import AnswerParser, AnswerText, ChatAnswer, prompt_text, response_form
 from specjax.drafters import NoDraft
 from specjax.errors import InputError
 from specjax.sampling import named_key
@@ -20,8 +21,13 @@ from specjax.serving.engine import Engine
 from specjax.serving.handle import Handle
 from specjax.sharding import on_host
 from specjax.templates import settings_of
+from specjax.text import encode_chat
 from specjax.training import fingerprint
+from specjax.training.records import Message
 from specjax.training.written import WrittenTokens, variables_record
+
+NOT_ENCODED = "it cannot be encoded"
+"""The beginning of the reason for a prompt that the tokenizer or the chat template refuses."""
 
 
 class AnswerWriter(AbstractContextManager["AnswerWriter"]):
@@ -56,6 +62,7 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
             for is_chat in (False, True)
         }
         self._variables = settings_of(generator.tokenizer)
+        self._form = response_form(generator.tokenizer)
         drafts = (None if generator.drafter is None else generator.drafter.draft_shape,)
         self._engine = Engine(
             generator,
@@ -96,21 +103,27 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
             key = jax.random.fold_in(named_key(self._root, identity), copy)
             return key if turn is None else jax.random.fold_in(key, turn)
 
-    def encode(self, prompt: Any, most: int | None = None) -> tuple[list[int], str]:
+    def encode(
+        self, prompt: Any, most: int | None = None, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[list[int], str]:
         """Encode a prompt.
 
         Args:
             prompt: a text, messages or token ids.
             most: the prompt is cut to this many tokens; None keeps all.
+            tools: declarations of tools for messages, as in OpenAI's API.
 
         Returns:
-            The token ids, and the reason why the prompt cannot be answered, or "".
+            The token ids, and the reason why the prompt cannot be answered, or "". There are no
+            token ids if the prompt cannot be encoded at all.
         """
         try:
+            if tools:
+                prompt = encode_chat(self._generator.tokenizer, prompt, tools=tools)
             tokens = self._engine.encode(prompt)[:most]
         # An error of this prompt: its characters, or the order of its roles.
         except InputError as error:
-            return [], f"it cannot be encoded ({error})"
+            return [], f"{NOT_ENCODED} ({error})"
         if len(tokens) + self._params.max_new_tokens > self.capacity:
             return (
                 [],
@@ -126,6 +139,49 @@ class AnswerWriter(AbstractContextManager["AnswerWriter"]):
     ) -> Handle:
         """Submit a prompt to the engine without waiting for the answer."""
         return self._engine.submit(prompt, self._params, key=key, stop=stop, is_chat=is_chat)
+
+    def message(
+        self,
+        prompt: Sequence[int],
+        answer: pipeline.Generation,
+        stop: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Message:
+        """Return an answer as a message: its content, its reasoning and its tool calls.
+
+        If it is not known how the model writes these, all text is content.
+
+        Args:
+            prompt: the tokens of the prompt, which may have begun the reasoning.
+            answer: the answer.
+            stop: strings, before the first of which the content ends.
+            tools: the declarations of tools that the prompt has. Without any, what looks like a
+                call is content.
+        """
+        if self._form is None:
+            return {"role": "assistant", "content": answer.text}
+        tokenizer = self._generator.tokenizer
+        text = AnswerText(tokenizer, self._form, prompt).push(answer.tokens, last=True)
+        parser = AnswerParser(
+            self._form,
+            prompt_text(tokenizer, prompt),
+            tools,
+            with_calls=bool(tools),
+            whole_calls=True,
+        )
+        whole = ChatAnswer.from_events([*parser.feed(text), *parser.finish()])
+        content = whole.content
+        for end in stop:
+            content = content.partition(end)[0]
+        message: Message = {"role": "assistant", "content": content}
+        if whole.reasoning:
+            message["thinking"] = whole.reasoning
+        if whole.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in whole.tool_calls
+            ]
+        return message
 
     def text_record(self, prompt: list[int], answer: pipeline.Generation) -> dict[str, Any]:
         """Return the record of a continued text: the text, and its tokens for training."""

@@ -273,7 +273,10 @@ def renderer(
 
 
 def answer_spans(
-    tokenizer: Any, messages: Messages, settings: Settings | None = None
+    tokenizer: Any,
+    messages: Messages,
+    settings: Settings | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[tuple[int, int]]:
     """Return the parts of a chat's text that the template marks as the assistant's.
 
@@ -283,6 +286,7 @@ def answer_spans(
         tokenizer: a tokenizer of transformers with a chat template.
         messages: the chat, in a form that the template reads.
         settings: variables for the template. They override those of the tokenizer.
+        tools: declarations of tools, as in OpenAI's API. None leaves the variable out.
 
     Returns:
         The begin and the end of each part, in characters of the text that `renderer` makes of the
@@ -297,6 +301,8 @@ def answer_spans(
         [(2, 7)]
     """
     variables = settings_of(tokenizer) | dict(settings or {})
+    if tools is not None:
+        variables["tools"] = [dict(tool) for tool in tools]
     _, spans = _render(tokenizer, messages, return_assistant_tokens_mask=True, **variables)
     return spans
 

@@ -365,11 +365,7 @@ def encode_chat(
         'user: Hello'
     """
     _check_chat(tokenizer, messages)
-    if tools and not takes_tools(tokenizer):
-        raise InputError(
-            "tools: the model's chat template takes no tools; leave them out, or describe them in a"
-            " message"
-        )
+    _check_tools(tokenizer, tools)
     settings = read_settings(chat_template_kwargs or {})
     rendered = _rendered(tokenizer, messages, settings, end, tools)
     if rendered.spans:
@@ -378,7 +374,11 @@ def encode_chat(
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Messages, chat_template_kwargs: Settings | None = None
+    tokenizer: Any,
+    messages: Messages,
+    chat_template_kwargs: Settings | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    not_counted: Collection[int] = (),
 ) -> tuple[list[int], np.ndarray]:
     """Return the token ids of a chat with its answers, and which of them the assistant writes.
 
@@ -390,12 +390,15 @@ def encode_conversation(
         tokenizer: a tokenizer of transformers, with a tokenizer.json.
         messages: the chat.
         chat_template_kwargs: variables for the template, as for `encode_chat`.
+        tools: declarations of tools, as for `encode_chat`.
+        not_counted: the indices of assistant messages whose tokens do not count.
 
     Returns:
         The token ids, and ``[tokens]`` bool which of them the assistant writes.
 
     Raises:
-        InputError: as `encode_chat`.
+        InputError: as `encode_chat`; or some messages do not count, and the template does not mark
+            one part for each message of the assistant.
 
     Examples:
         >>> from specjax.text import encode_conversation
@@ -408,9 +411,12 @@ def encode_conversation(
         ('> Hello', ' Hello')
     """
     _check_chat(tokenizer, messages)
+    _check_tools(tokenizer, tools)
     settings = read_settings(chat_template_kwargs or {})
-    rendered = _rendered(tokenizer, messages, settings, "messages", ())
-    answers = rendered.places(answer_spans(tokenizer, rendered.messages, settings))
+    rendered = _rendered(tokenizer, messages, settings, "messages", tools)
+    answers = rendered.places(answer_spans(tokenizer, rendered.messages, settings, tools or None))
+    if not_counted:
+        answers = _counted(answers, messages, not_counted)
     ids, places = encode_with_plain(tokenizer, rendered.text, rendered.spans)
     begins, ends = np.array(places).reshape(-1, 2).T
     # The begins and ends of the answers, with an answer after the text, so that each token has a
@@ -428,6 +434,74 @@ def _check_chat(tokenizer: Any, messages: Messages) -> None:
             "chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt"
             " as text"
         )
+
+
+def _check_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    if tools and not takes_tools(tokenizer):
+        raise InputError(
+            "tools: the model's chat template takes no tools; leave them out, or describe them in a"
+            " message"
+        )
+
+
+def _counted(
+    answers: Sequence[tuple[int, int]], messages: Messages, not_counted: Collection[int]
+) -> list[tuple[int, int]]:
+    """Return the parts of a chat's text that count, without those of some messages."""
+    indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(indices) != len(answers):
+        raise InputError(
+            f"weight: the chat template marks {len(answers)} parts for {len(indices)} messages of"
+            " the assistant, so it is not clear which of them do not count"
+        )
+    return [
+        answer for index, answer in zip(indices, answers, strict=True) if index not in not_counted
+    ]
+
+
+_A_MARK = "specjaxmarkcall"
+
+
+def writes_calls(tokenizer: Any) -> bool:
+    """Return True if a model's chat template writes the tool calls of an assistant's message.
+
+    Examples:
+        >>> from specjax.text import writes_calls
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> tokenizer.chat_template = "{{ messages[0].content }}"
+        >>> writes_calls(tokenizer)
+        False
+        >>> tokenizer.chat_template += "{{ messages[1].tool_calls | tojson }}"
+        >>> writes_calls(tokenizer)
+        True
+    """
+    call = {"type": "function", "id": "a23456789", "function": {"name": _A_MARK, "arguments": "{}"}}
+    return _writes_into(tokenizer, {"content": "", "tool_calls": [call]}, _A_MARK)
+
+
+def writes_reasoning(tokenizer: Any) -> bool:
+    """Return True if a model's chat template writes the reasoning before the last answer.
+
+    Examples:
+        >>> from specjax.text import writes_reasoning
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> tokenizer.chat_template = "{{ messages[0].content }}{{ messages[1].content }}"
+        >>> writes_reasoning(tokenizer)
+        False
+        >>> tokenizer.chat_template += "{{ messages[1].reasoning_content }}"
+        >>> writes_reasoning(tokenizer)
+        True
+    """
+    return _writes_into(tokenizer, {"content": "b", "thinking": _A_MARK}, _A_MARK)
+
+
+def _writes_into(tokenizer: Any, answer: Mapping[str, Any], mark: str) -> bool:
+    """Return whether a chat with this answer has the mark in its text."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
+    try:
+        return mark in _chat_text(renderer(tokenizer, end="messages"), chat)[0]
+    except InputError:
+        return False
 
 
 def _rendered(

@@ -170,7 +170,10 @@ def test_a_training_reads_the_ids_that_a_conversation_has_in_generation(
     generator, template, expected, tmp_path
 ) -> None:
     source = tmp_path / "source.jsonl"
-    source.write_text((json.dumps({"messages": ANSWERED}) + "\n") * 20)
+    after = [[], *([{"role": "user", "content": f"{number}"}] for number in range(40))]
+    source.write_text(
+        "".join(json.dumps({"messages": [*ANSWERED, *more]}) + "\n" for more in after)
+    )
     settings = {"tokenizer": str(ASSETS / "target"), "chat_template": template}
     settings |= {"chat_template_kwargs": json.dumps(MOOD), "holdout": 0.3}
     whole = text.encode_chat(generator.tokenizer, ANSWERED, MOOD, end="messages")

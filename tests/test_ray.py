@@ -120,7 +120,7 @@ def test_what_cannot_be_written_after_is_said_and_holds_nothing_up(generate) -> 
         ({"prompt": ["a", [0.5]]}, "prompt of row 1: must be a text, messages or token ids"),
         (
             {"prompt": [[{"role": "judge", "content": "a"}]]},
-            "prompt of row 0: messages: role 'judge'",
+            "prompt of row 0: role 'judge'",
         ),
     ],
 )

@@ -162,8 +162,10 @@ def test_a_training_reads_them_and_its_data_say_so(tokenizer, tmp_path) -> None:
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{%"
         " endgeneration %}{% else %}{{ mood or '' }}{{ m.content }}{% endif %}{% endfor %}"
     )
-    messages = [USER, {"role": "assistant", "content": "good day"}]
-    source.write_text((json.dumps({"messages": messages}) + "\n") * 20)
+    answers = [{"role": "assistant", "content": f"good day {number}"} for number in range(20)]
+    source.write_text(
+        "".join(json.dumps({"messages": [USER, answer]}) + "\n" for answer in answers)
+    )
     settings = {
         "source": str(source),
         "tokenizer": str(ASSETS / "target"),
@@ -187,7 +189,8 @@ def test_a_training_reads_them_and_its_data_say_so(tokenizer, tmp_path) -> None:
     stumbling = with_template(tokenizer, str(file))
     stumbling.chat_template_kwargs = {"mood": 1}
     with pytest.raises(
-        InputError, match=r"given data\.chat_template_kwargs={'mood': 1}, refuses conversation 1"
+        InputError,
+        match=r"conversation 1: the chat template, given data\.chat_template_kwargs={'mood': 1},",
     ):
         chat.encode(stumbling, [[USER]], responses_only=False)
     with pytest.raises(

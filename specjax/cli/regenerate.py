@@ -22,19 +22,14 @@ from specjax.errors import InputError, check_minimum
 from specjax.files import FullDiskError, is_full_disk, write_text
 from specjax.grammars import Grammar
 from specjax.progress import waiting
-from specjax.regeneration import AnswerWriter, positions_of
+from specjax.regeneration import NOT_ENCODED, AnswerWriter, positions_of
 from specjax.sampling_params import SamplingParams
 from specjax.sharding import mesh_for
 from specjax.text import check_stop, read_json_lines
 from specjax.training import fingerprint
-from specjax.training.documents import (
-    REGENERATED_FROM,
-    Document,
-    Message,
-    find_origin,
-    identities,
-    read_documents,
-)
+from specjax.training.documents import check_one_kind, find_origin, identities, read_documents
+from specjax.training.records import REGENERATED_FROM, Document, Message
+from specjax.training.unusable import MAX_UNUSABLE, RecordTally, UnusableRecordError, check_share
 from specjax.training.written import NOTE
 
 
@@ -73,6 +68,8 @@ class RegenerateConfig:
         prompt_tokens: number of tokens that are kept as the beginning of a text.
         copies: number of times that each document is written, with different random numbers.
         limit: maximum number of documents to read; 0 is all.
+        max_unusable: largest share of the records that may be left out because they cannot be used;
+            0 refuses the first.
         batch: number of sequences that are decoded together.
         max_new_tokens: maximum number of tokens of an answer or continuation.
         temperature: sampling temperature; 0 is greedy.
@@ -102,6 +99,7 @@ class RegenerateConfig:
     prompt_tokens: int = 16
     copies: int = 1
     limit: int = 0
+    max_unusable: float = MAX_UNUSABLE
     batch: int = 16
     max_new_tokens: int = 256
     temperature: float = 1.0
@@ -131,7 +129,8 @@ def run_regenerate(config: RegenerateConfig) -> int:
     if shard is not None and not shards.is_begun(output):
         print(f"{len(done)} documents in {output}, which is complete")
         return 0
-    copies = _copies(config, shard)
+    tally = RecordTally(config.source, "source", config.max_unusable, "max_unusable")
+    copies = _copies(config, shard, tally)
     missing = [copy for copy in copies if copy.label not in done]
     mesh = mesh_for(config.mesh)
     drafter = None if config.drafter == "none" else config.drafter
@@ -161,12 +160,19 @@ def run_regenerate(config: RegenerateConfig) -> int:
             )
             left_out.update(result.left_out for result in results if result.left_out)
             cut.update(result.cut for result in results if result.cut)
+            for result in results:
+                if result.unusable is not None and not result.copy_number:
+                    tally.leave_out(result.unusable)
+            tally.check()
             wait.update(done=wait.done + len(results))
+    tally.report()
     if not num_written and not done and shard is None:
         reasons = "; ".join(f"{why}: {count} of {len(copies)}" for why, count in left_out.items())
         raise InputError(f"source={config.source!r}: nothing could be written ({reasons})")
     for what, counts in (("left out", left_out), ("cut before a turn", cut)):
         for why, count in counts.items():
+            if why.startswith(NOT_ENCODED) and what == "left out":
+                continue  # the tally has reported the records
             print(f"{what}, as {why}: {count} of {len(copies)}")
     if number_gone := len(done - {copy.label for copy in copies}):
         print(f"kept, although no longer in the source: {number_gone}")
@@ -189,6 +195,7 @@ def _check(config: RegenerateConfig) -> Grammar | None:
         raise InputError(
             f"source={config.source!r}, output={config.output!r}: give a data set, and {kind}"
         )
+    check_share("max_unusable", config.max_unusable)
     if config.limit < 0:
         raise InputError(f"limit={config.limit}: must be at least 0; 0 is all")
     check_stop(config.stop)
@@ -239,9 +246,13 @@ class _Copy:
         }
 
 
-def _copies(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]:
+def _copies(
+    config: RegenerateConfig, shard: shards.Shard | None, tally: RecordTally
+) -> list[_Copy]:
     """Return the copies to write: those of all documents of the source, or of one shard."""
-    documents = _usable(read_documents(config.source, "source")[: config.limit or None])
+    documents = read_documents(config.source, "source", tally)[: config.limit or None]
+    check_one_kind(documents, f"source={config.source!r}")
+    documents = _usable(documents)
     return [
         _Copy(document, identity, number)
         for document, identity in zip(documents, identities(documents), strict=True)
@@ -252,9 +263,6 @@ def _copies(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]
 
 def _usable(documents: list[Document]) -> list[Document]:
     """Return the documents that can be rewritten, and print how many cannot."""
-    chats = [document.messages is not None for document in documents]
-    if any(chats) and not all(chats):
-        raise InputError("source: it has both texts and conversations; give only one kind")
     usable = [document for document in documents if document.messages is None or _turns(document)]
     if len(usable) < len(documents):
         print(
@@ -290,7 +298,12 @@ def _refuse_foreign(output: Path, config: RegenerateConfig) -> None:
             f"output={config.output!r} exists, but {beside.name} with its options does not: choose"
             " another file"
         )
-    earlier = replace(load_yaml(RegenerateConfig, beside), output=config.output, batch=config.batch)
+    earlier = replace(
+        load_yaml(RegenerateConfig, beside),
+        output=config.output,
+        batch=config.batch,
+        max_unusable=config.max_unusable,
+    )
     if changes := differences(earlier, config):
         raise InputError(
             f"output={config.output!r} was started with other options ({'; '.join(changes)}):"
@@ -427,11 +440,15 @@ class _Written:
         record: the record to write; empty if there is none.
         left_out: why there is no record.
         cut: why a conversation ended before one of its turns.
+        unusable: the record of the source, if it is to blame.
+        copy_number: the index of the copy.
     """
 
     record: dict[str, Any]
     left_out: str = ""
     cut: str = ""
+    unusable: UnusableRecordError | None = None
+    copy_number: int = 0
 
 
 def _write(
@@ -475,7 +492,7 @@ def _write_text(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> 
     """Continue the beginning of a text."""
     prompt, why_not = writer.encode(copy.document.text or " ", config.prompt_tokens)
     if why_not:
-        return _Written({}, left_out=why_not)
+        return _left_out(copy, why_not)
     answer = writer.submit(prompt, writer.key(copy.identity, copy.number)).result()
     return _Written(writer.text_record(prompt, answer))
 
@@ -485,17 +502,32 @@ def _write_chat(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> 
     chat: list[Message] = []
     answered: list[tuple[list[int], tuple[int, ...]]] = []
     why_not = ""
+    tools = copy.document.tools
     for index, turn in enumerate(_turns(copy.document)):
-        prompt, why_not = writer.encode([*chat, *turn])
+        if any(message["role"] == "tool" for message in turn) or (
+            chat and chat[-1].get("tool_calls")
+        ):
+            why_not = "the result of a tool belongs to a call of the source, not of the target"
+        else:
+            prompt, why_not = writer.encode([*chat, *turn], tools=tools)
         if why_not:
             break
         key = writer.key(copy.identity, copy.number, index)
         answer = writer.submit(prompt, key, config.stop, is_chat=True).result()
-        chat += [*turn, {"role": "assistant", "content": answer.text}]
+        chat += [*turn, writer.message(prompt, answer, config.stop, tools)]
         answered.append((prompt, answer.tokens))
     if not chat:
-        return _Written({}, left_out=why_not)
-    return _Written({"messages": chat, **writer.tokens_record(answered, is_chat=True)}, cut=why_not)
+        return _left_out(copy, why_not)
+    record = {"messages": chat, **({"tools": list(tools)} if tools else {})}
+    return _Written(record | writer.tokens_record(answered, is_chat=True), cut=why_not)
+
+
+def _left_out(copy: _Copy, why_not: str) -> _Written:
+    """Return the result of a copy that is not rewritten."""
+    unusable = None
+    if why_not.startswith(NOT_ENCODED):
+        unusable = UnusableRecordError(copy.document.place, why_not)
+    return _Written({}, why_not, unusable=unusable, copy_number=copy.number)
 
 
 def _turns(document: Document) -> list[list[Message]]:

@@ -12,9 +12,11 @@ import numpy as np
 
 from specjax.config import ConfigError
 from specjax.errors import InputError
+from specjax.progress import say
 from specjax.templates import settings_of
-from specjax.text import encode_chat, encode_conversation
-from specjax.training.documents import Message
+from specjax.text import encode_chat, encode_conversation, writes_calls, writes_reasoning
+from specjax.training.records import Document, Message
+from specjax.training.unusable import RecordTally, UnusableRecordError
 
 Encoded = tuple[Sequence[int] | np.ndarray, np.ndarray]
 """Token ids, and ``[tokens]`` bool which of them count as labels."""
@@ -35,24 +37,102 @@ def encode(
         ConfigError: The tokenizer has no chat template, the template refuses a conversation, or it
             marks no token as the assistant's.
     """
+    _check_template(tokenizer)
+    encoded: list[Encoded] = []
+    for number, messages in enumerate(conversations, 1):
+        document = Document(f"conversation {number}", messages=tuple(messages))
+        try:
+            encoded.append(encode_document(tokenizer, document, responses_only))
+        except UnusableRecordError as error:
+            raise ConfigError(f"data.source: {error}") from None
+    check_marks(tokenizer, encoded)
+    return encoded
+
+
+def encode_documents(
+    tokenizer: Any, documents: Sequence[Document], responses_only: bool, tally: RecordTally
+) -> list[Encoded | None]:
+    """Encode conversations with the tokenizer's chat template; None for those that are left out.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        documents: conversations.
+        responses_only: as for `encode`.
+        tally: counts the conversations that the template refuses.
+
+    Raises:
+        ConfigError: The tokenizer has no chat template, or it marks no token as the assistant's. Or
+            the tally allows no refused conversation.
+    """
+    _check_template(tokenizer)
+    encoded: list[Encoded | None] = []
+    for document in documents:
+        try:
+            encoded.append(encode_document(tokenizer, document, responses_only))
+        except UnusableRecordError as error:
+            tally.leave_out(error)
+            encoded.append(None)
+    tally.check()
+    check_marks(tokenizer, list(filter(None, encoded)))
+    return encoded
+
+
+def encode_document(tokenizer: Any, document: Document, responses_only: bool) -> Encoded:
+    """Encode one conversation with the tokenizer's chat template.
+
+    Raises:
+        UnusableRecordError: The template refuses the conversation, or leaves a part of it out.
+    """
+    chat = document.messages or ()
+    messages = [
+        {key: value for key, value in message.items() if key != "weight"} for message in chat
+    ]
+    not_counted = [index for index, message in enumerate(chat) if message.get("weight") == 0]
+    if any(message.get("tool_calls") for message in messages) and not writes_calls(tokenizer):
+        raise UnusableRecordError(document.place, "the chat template writes no tool calls")
+    try:
+        if responses_only:
+            return encode_conversation(
+                tokenizer, messages, tools=document.tools, not_counted=not_counted
+            )
+        ids = encode_chat(tokenizer, messages, end="messages", tools=document.tools)
+        return ids, np.ones(len(ids), bool)
+    except InputError as error:
+        settings = settings_of(tokenizer)
+        arguments = f", given data.chat_template_kwargs={settings}," if settings else ""
+        raise UnusableRecordError(
+            document.place, f"the chat template{arguments} refuses it ({error})"
+        ) from None
+
+
+def report_reasoning(tokenizer: Any, documents: Sequence[Document], source: str) -> None:
+    """Print how many conversations have reasoning, if the template does not write it.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        documents: conversations.
+        source: the argument and its value, for the message.
+    """
+    count = sum(
+        any(message.get("thinking") for message in document.messages or ())
+        for document in documents
+    )
+    if count and not writes_reasoning(tokenizer):
+        say(
+            f"{source}: {count:,} of {len(documents):,} conversations have reasoning, which the"
+            " chat template leaves out; only their answers are learnt"
+        )
+
+
+def _check_template(tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise ConfigError(
             "data.tokenizer: it has no chat template; give a file with one as data.chat_template"
         )
-    encoded: list[Encoded] = []
-    settings = settings_of(tokenizer)
-    for number, messages in enumerate(conversations, 1):
-        try:
-            if responses_only:
-                encoded.append(encode_conversation(tokenizer, messages))
-            else:
-                ids = encode_chat(tokenizer, messages, end="messages")
-                encoded.append((ids, np.ones(len(ids), bool)))
-        except InputError as error:
-            arguments = f", given data.chat_template_kwargs={settings}," if settings else ""
-            raise ConfigError(
-                f"data.source: the chat template{arguments} refuses conversation {number} ({error})"
-            ) from None
+
+
+def check_marks(tokenizer: Any, encoded: Sequence[Encoded]) -> None:
+    """Raise ConfigError if no token of any conversation counts as a label."""
     if encoded and not any(mask.any() for _, mask in encoded):
         first_line = tokenizer.chat_template.strip().splitlines()[0][:80]
         raise ConfigError(
@@ -61,4 +141,3 @@ def encode(
             " writes between {% generation %} and {% endgeneration %}: give such a file as"
             " data.chat_template, or set data.responses_only: false"
         )
-    return encoded

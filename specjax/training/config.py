@@ -9,6 +9,7 @@ import tyro
 from specjax.config import ConfigError
 from specjax.errors import check_minimum
 from specjax.training.methods import AnyMethod, Lm
+from specjax.training.unusable import MAX_UNUSABLE, check_share
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,11 @@ class DataConfig:
 
     Attributes:
         source: ``stdlib`` (the source code of the running Python's standard library); a file, a
-            directory or a glob; or a data set of the Hugging Face hub, ``hf:OWNER/NAME`` or
-            ``hf:OWNER/NAME:SPLIT``. A record of a JSONL or Parquet file has ``text``, or a
-            conversation as ``messages`` or ``conversations``, in the form of OpenAI or ShareGPT.
-            Every other file is a text. If a record of ``specjax regenerate`` has tokens of this
-            tokenizer, they are used instead of its text.
+            directory or a glob; or a data set of the Hugging Face hub, ``hf:OWNER/NAME``,
+            ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME@CONFIG:SPLIT``. A record of a JSONL, JSON or
+            Parquet file has ``text``, or a conversation in one of the usual forms, such as
+            ``messages`` or ``conversations``. Every other file is a text. If a record of ``specjax
+            regenerate`` has tokens of this tokenizer, they are used instead of its text.
         tokenizer: a directory with tokenizer.json. Empty: the target's tokenizer, or without a
             target a byte-level BPE tokenizer trained on the source.
         vocab_size: the vocabulary size of a tokenizer trained here.
@@ -33,6 +34,8 @@ class DataConfig:
         window: the number of tokens of a training window.
         batch: the number of windows of a step.
         holdout: the share of the documents that is held out for evaluation.
+        max_unusable: the largest share of the records that may be left out because they cannot be
+            used; 0 refuses the first.
 
     Examples:
         >>> from specjax.training.config import DataConfig
@@ -49,6 +52,7 @@ class DataConfig:
     window: int = 512
     batch: int = 8
     holdout: float = 0.02
+    max_unusable: float = MAX_UNUSABLE
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,7 @@ class TrainConfig:
         self.optimizer.check()
         if not 0 < self.data.holdout < 1:
             raise ConfigError(f"data.holdout={self.data.holdout}: must be between 0 and 1")
+        check_share("data.max_unusable", self.data.max_unusable)
         # `make_mesh` raises for sizes below 1.
         if min(self.mesh) >= 1 and self.data.batch % self.mesh[0]:
             raise ConfigError(

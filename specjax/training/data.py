@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import grain
 import numpy as np
@@ -25,24 +25,43 @@ from specjax.templates import (
 from specjax.training import chat, fingerprint
 from specjax.training.config import DataConfig
 from specjax.training.contract import Windows
-from specjax.training.documents import Document, read_documents
+from specjax.training.documents import check_one_kind, find_origin, hash_of, read_documents
+from specjax.training.records import Document
 from specjax.training.tokenizer import begin_token, encode_texts, read_tokenizer, train_tokenizer
+from specjax.training.unusable import RecordTally, UnusableRecordError
 from specjax.training.written import WrittenTokens
+
+HeldOutBy = Literal["content", "name"]
+"""The rule that decides which documents are held out.
+
+"content": a hash of the content, so that equal documents are on one side, wherever their files are.
+"name": a hash of the name of the file and the place in it, as in runs of older versions.
+"""
 
 
 def split_documents(
-    documents: Sequence[Document], holdout: float
+    documents: Sequence[Document], holdout: float, held_out_by: HeldOutBy = "content"
 ) -> tuple[list[Document], list[Document]]:
     """Split documents into those to train on and those that are held out.
 
-    The side of a document depends on its name alone, not on the other documents.
+    The side of a document depends on itself alone, not on the other documents. All documents that
+    were regenerated from one document are on its side.
+
+    Args:
+        documents: the documents.
+        holdout: the share to hold out.
+        held_out_by: the rule.
     """
 
     def is_held_out(document: Document) -> bool:
-        return zlib.crc32(document.name.encode()) / 2**32 < holdout
+        if held_out_by == "name":
+            return zlib.crc32(document.name.encode(errors="replace")) / 2**32 < holdout
+        return int(hash_of(find_origin(document))[:8], 16) / 2**32 < holdout
 
-    train = [d for d in documents if not is_held_out(d)]
-    held_out = [d for d in documents if is_held_out(d)]
+    sides: tuple[list[Document], list[Document]] = [], []
+    for document in documents:
+        sides[is_held_out(document)].append(document)
+    train, held_out = sides
     if not train or not held_out:
         raise ConfigError(
             f"data.holdout={holdout}: it leaves {len(train)} documents to train on and"
@@ -159,7 +178,13 @@ class TrainingData(NamedTuple):
     chat_tokenizer: Any = None
 
 
-def prepare(config: DataConfig, end: int | None = None, vocab: int | None = None) -> TrainingData:
+def prepare(
+    config: DataConfig,
+    end: int | None = None,
+    vocab: int | None = None,
+    held_out_by: HeldOutBy = "content",
+    tally: RecordTally | None = None,
+) -> TrainingData:
     """Read the documents of a `DataConfig`, tokenize them, and pack them into windows.
 
     The token that the tokenizer puts before every text separates texts. If it puts none, texts end
@@ -174,23 +199,34 @@ def prepare(config: DataConfig, end: int | None = None, vocab: int | None = None
         end: the end token of the target; None without one.
         vocab: the vocabulary size, which generated token ids must stay below; None for the
             tokenizer's.
+        held_out_by: the rule that decides which documents are held out.
+        tally: counts the records, and those that are left out; None counts them anew.
+
+    Raises:
+        InputError: The configuration cannot be used, or more records than ``config.max_unusable``
+            allows.
     """
-    train, held_out = split_documents(read_documents(config.source), config.holdout)
-    chats = [document for document in (*train, *held_out) if document.messages is not None]
-    if chats and len(chats) < len(train) + len(held_out):
-        raise ConfigError(
-            f"data.source={config.source!r}: it has both texts and conversations; give one kind"
-        )
-    reader = _chat_reader(config) if chats else _text_reader(config, train, end)
-    _report_generated_tokens([*train, *held_out], reader, config)
+    source = f"data.source={config.source!r}"
+    tally = tally or RecordTally(config.source, limit=config.max_unusable)
+    documents = read_documents(config.source, tally=tally)
+    has_chats = check_one_kind(documents, source)
+    train, held_out = split_documents(documents, config.holdout, held_out_by)
+    reader = _chat_reader(config, tally) if has_chats else _text_reader(config, train, end)
+    _report_generated_tokens(documents, reader, config)
+    if reader.chat_tokenizer is not None:
+        encoded = [d for d in documents if _tokens_of(reader.tokenizer_hash, d) is None]
+        chat.report_reasoning(reader.chat_tokenizer, encoded, source)
     size = vocab or reader.vocab
 
     def windows(documents: Sequence[Document]) -> Windows:
-        encoded = _sequences(documents, reader, size, config)
+        encoded = _sequences(documents, reader, size, config, tally)
         masks = [mask for _, mask in encoded]
         return pack([ids for ids, _ in encoded], config.window, masks, reader.begin)
 
-    return TrainingData(reader.tokenizer, windows(train), windows(held_out), reader.chat_tokenizer)
+    packed = windows(train), windows(held_out)
+    tally.check()
+    tally.report()
+    return TrainingData(reader.tokenizer, *packed, reader.chat_tokenizer)
 
 
 @dataclass(frozen=True)
@@ -202,7 +238,7 @@ class _Reader:
         tokenizer_hash: the fingerprint of the tokenizer; None if the run trains the tokenizer.
         vocab: the vocabulary size of the tokenizer.
         begin: the token that begins each document; None without one.
-        encode: tokenizes documents.
+        encode: tokenizes documents; None for those that are left out.
         chat_tokenizer: the tokenizer of transformers with the chat template; None for texts.
     """
 
@@ -210,7 +246,7 @@ class _Reader:
     tokenizer_hash: str | None
     vocab: int
     begin: int | None
-    encode: Callable[[Sequence[Document]], list[chat.Encoded]]
+    encode: Callable[[Sequence[Document]], Sequence[chat.Encoded | None]]
     chat_tokenizer: Any = None
 
 
@@ -232,7 +268,7 @@ def _text_reader(config: DataConfig, train: Sequence[Document], end: int | None)
     return _Reader(tokenizer, tokenizer_hash, vocab, begin_token(tokenizer), encode)
 
 
-def _chat_reader(config: DataConfig) -> _Reader:
+def _chat_reader(config: DataConfig, tally: RecordTally) -> _Reader:
     if not config.tokenizer:
         raise ConfigError(
             "data.tokenizer='': conversations need a tokenizer with a chat template; name its"
@@ -245,10 +281,8 @@ def _chat_reader(config: DataConfig) -> _Reader:
         section="data.",
     )
 
-    def encode(documents: Sequence[Document]) -> list[chat.Encoded]:
-        return chat.encode(
-            tokenizer, [document.messages or () for document in documents], config.responses_only
-        )
+    def encode(documents: Sequence[Document]) -> list[chat.Encoded | None]:
+        return chat.encode_documents(tokenizer, documents, config.responses_only, tally)
 
     tokenizer_hash = fingerprint.of_tokenizer(tokenizer)
     begin = tokenizer.bos_token_id
@@ -257,7 +291,11 @@ def _chat_reader(config: DataConfig) -> _Reader:
 
 
 def _sequences(
-    documents: Sequence[Document], reader: _Reader, vocab: int, config: DataConfig
+    documents: Sequence[Document],
+    reader: _Reader,
+    vocab: int,
+    config: DataConfig,
+    tally: RecordTally,
 ) -> list[chat.Encoded]:
     """Return the token sequences of documents in order, each with a mask of its labels.
 
@@ -272,16 +310,24 @@ def _sequences(
     for document in documents:
         generated = _tokens_of(tokenizer_hash, document)
         if generated is not None:
-            generated.check_vocabulary(vocab)
+            try:
+                generated.check_vocabulary(vocab)
+            except UnusableRecordError as error:
+                tally.leave_out(error)
+                continue
             sequences += generated.sequences(config.responses_only)
         else:
-            ids, mask = next(encoded)
+            tokens = next(encoded)
+            if tokens is None:
+                continue
+            ids, mask = tokens
             # Generated tokens have their own end token, or were cut at the token limit. So a begin
             # token that follows them does not mean that they have ended.
             if previous is not None:
                 mask[:1] = False
             sequences.append((ids, mask))
         previous = generated
+    tally.check()
     return sequences
 
 

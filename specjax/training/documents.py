@@ -1,26 +1,20 @@
-"""Training documents, which are texts or conversations, from files or the hub.
+"""Training documents, which are texts or conversations, from files or the hub."""
 
-A conversation is a list of messages, ``{"role": …, "content": …}``, whatever its stored form. A
-message may also have ``thinking``, the reasoning before the answer, for templates that use it.
-"""
-
+import codecs
 import glob
 import hashlib
 import json
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax.config import ConfigError
 from specjax.progress import say
-from specjax.text import read_json_lines
 from specjax.training import written
-from specjax.training.written import WrittenTokens
-
-Message = dict[str, str]
+from specjax.training.records import Document, parse_record
+from specjax.training.unusable import RecordTally, UnusableRecordError
 
 _STDLIB_SKIPPED = {
     "test",
@@ -37,50 +31,17 @@ _STDLIB_SKIPPED = {
 They are tests, which some distributions of Python lack, installed packages, and generated tables.
 """
 
-_RECORD_FILES = {".jsonl", ".parquet"}
-_NO_TEXT = {".json", ".gz", ".zst", ".zip", ".bz2", ".xz", ".safetensors", ".bin", ".arrow"}
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
-"""The role names of ShareGPT, OpenAI and others, and the role that each stands for."""
-
-
-REGENERATED_FROM = "regenerated_from"
-"""The field in which ``specjax regenerate`` stores the `find_origin` of a record's source."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text or a conversation.
-
-    Attributes:
-        name: the name, which alone decides whether the document is held out. Records with the same
-            origin have the same name.
-        text: the text; None for a conversation.
-        messages: the conversation; None for a text.
-        origin: the value of the field `REGENERATED_FROM`; None if the record lacks it.
-        written: the tokens that a target generated, if the record has them.
-    """
-
-    name: str
-    text: str | None = None
-    messages: tuple[Message, ...] | None = None
-    origin: str | None = None
-    written: WrittenTokens | None = field(default=None, compare=False)
+_RECORD_FILES = {".jsonl", ".json", ".parquet"}
+_NO_TEXT = {".gz", ".zst", ".zip", ".bz2", ".xz", ".safetensors", ".bin", ".arrow"}
+_NO_DATA = ("readme", "dataset_infos.json")
+"""The beginnings of the names of files that describe a data set and are not part of it."""
 
 
 def find_files(source: str, argument: str = "data.source") -> list[Path]:
     """Return the files of a source that is not a hub id, sorted by name.
 
-    Unfinished outputs of ``specjax regenerate`` and the notes beside its outputs are left out.
+    Unfinished outputs of ``specjax regenerate`` and the notes beside its outputs are left out. So
+    are hidden files and READMEs, unless the source is the name of the file itself.
 
     Args:
         source: "stdlib", a file, a directory or a glob.
@@ -108,6 +69,8 @@ def find_files(source: str, argument: str = "data.source") -> list[Path]:
                 f" {', '.join(sorted(unfinished))}"
             )
         files = [file for file in files if not written.is_beside(file)]
+        if not Path(source).is_file():
+            files = _without_descriptions(files, source, argument)
     if not files:
         raise ConfigError(
             f"{argument}={source!r}: it has no files; give 'stdlib', a file, a directory, a glob,"
@@ -116,71 +79,80 @@ def find_files(source: str, argument: str = "data.source") -> list[Path]:
     return sorted(files)
 
 
-def read_documents(source: str, argument: str = "data.source") -> list[Document]:
+def _without_descriptions(files: Sequence[Path], source: str, argument: str) -> list[Path]:
+    """Return the files without hidden ones and READMEs, and print the names of READMEs."""
+    # Folders above the source may be hidden: a cache is often below ~/.cache.
+    depth = len(Path(source).parts) if Path(source).is_dir() else 0
+    shown = [
+        file
+        for file in files
+        if not any(part.startswith(".") for part in (file.parts[depth:] if depth else [file.name]))
+    ]
+    described = [file for file in shown if file.name.lower().startswith(_NO_DATA)]
+    if described:
+        say(
+            f"{argument}={source!r}: these files are skipped, as they describe the data:"
+            f" {', '.join(sorted({file.name for file in described}))}"
+        )
+    return [file for file in shown if file not in described]
+
+
+def read_documents(
+    source: str, argument: str = "data.source", tally: RecordTally | None = None
+) -> list[Document]:
     """Read the documents of a source, in a fixed order.
 
+    Records that cannot be used are left out, up to a share of all records.
+
     Args:
-        source: files as for `find_files`, or a data set of the hub: ``hf:OWNER/NAME`` or
-            ``hf:OWNER/NAME:SPLIT``, with the split "train" by default. Each record of a ``.jsonl``
-            or ``.parquet`` file is a document; any other file is a text.
+        source: files as for `find_files`, or a data set of the hub: ``hf:OWNER/NAME``,
+            ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME@CONFIG:SPLIT``, with the split "train" by
+            default. Each record of a ``.jsonl``, ``.json`` or ``.parquet`` file is a document; any
+            other file is a text.
         argument: the name of the argument, for messages.
+        tally: counts the records and those that are left out, for a caller that reports them. None:
+            they are reported here, and the default limit holds.
 
     Raises:
-        InputError: The source has no documents, a line is not JSON, or a record is neither a text
-            nor a conversation.
+        InputError: The source has no documents, or too many records cannot be used.
     """
-    if source.startswith("hf:"):
-        return list(_of_hub(source, argument))
+    counted = RecordTally(source, argument) if tally is None else tally
     documents: list[Document] = []
-    for file in find_files(source, argument):
-        if file.suffix in _NO_TEXT:
-            raise ConfigError(
-                f"{argument}={source!r}: {file.name} is not text, JSONL or Parquet; convert it to"
-                " JSON lines"
-            )
-        if file.suffix in _RECORD_FILES:
-            documents += _of_records(file)
-        else:  # bytes that are not UTF-8 become the replacement character
-            documents.append(
-                Document(
-                    "/".join(file.parts[-2:]),
-                    text=file.read_text(encoding="utf-8", errors="replace"),
-                )
-            )
+    for where, name, record in _records(source, argument):
+        counted.total += 1
+        try:
+            if isinstance(record, UnusableRecordError):
+                raise record
+            if isinstance(record, _FileText):
+                documents.append(Document(name, text=str(record), where=where))
+            else:
+                documents.append(parse_record(record, where, counted.ignored))
+        except UnusableRecordError as error:
+            counted.leave_out(error)
+    counted.check()
+    if tally is None:
+        counted.report()
     return documents
 
 
-def parse_record(record: Any, where: str) -> Document:
-    """Parse a record as a document.
+def check_one_kind(documents: Sequence[Document], source: str) -> bool:
+    """Return whether the documents are conversations.
 
     Args:
-        record: a mapping with ``text``, or with ``messages`` or ``conversations`` in the form of
-            OpenAI (role, content) or ShareGPT (from, value). It may also have the tokens that a
-            target generated (`specjax.training.written`).
-        where: the place of the record, for messages. It is the name of the document unless the
-            record has `REGENERATED_FROM`.
+        documents: the documents of a source.
+        source: the argument and its value, for messages.
 
     Raises:
-        ConfigError: The record is not a document, or its tokens are damaged.
+        ConfigError: Some are texts and some are conversations.
     """
-    if isinstance(record, Mapping):
-        origin = record[REGENERATED_FROM] if isinstance(record.get(REGENERATED_FROM), str) else None
-        name = origin or where
-        for kind in ("messages", "conversations"):
-            if isinstance(record.get(kind), Sequence) and not isinstance(record[kind], str):
-                messages = tuple(_message(entry, f"{where}: {kind}") for entry in record[kind])
-                return Document(
-                    name, messages=messages, origin=origin, written=written.parse(record, where)
-                )
-        if isinstance(record.get("text"), str):
-            return Document(
-                name, text=record["text"], origin=origin, written=written.parse(record, where)
-            )
-    fields = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
-    raise ConfigError(
-        f"{where}: it has {fields}; a record needs text, or messages or conversations, a list of"
-        " messages"
-    )
+    text = next((document for document in documents if document.messages is None), None)
+    chat = next((document for document in documents if document.messages is not None), None)
+    if text is not None and chat is not None:
+        raise ConfigError(
+            f"{source}: it has both texts and conversations; give one kind ({text.place} is a text,"
+            f" {chat.place} a conversation)"
+        )
+    return chat is not None
 
 
 def find_origin(document: Document) -> str:
@@ -208,8 +180,8 @@ def identities(documents: Sequence[Document]) -> list[str]:
 
 
 def _content(document: Document) -> str:
-    origin = [] if document.origin is None else [document.origin]
-    return json.dumps([document.text, document.messages, *origin], sort_keys=True)
+    optional = [part for part in (document.origin, document.tools) if part]
+    return json.dumps([document.text, document.messages, *optional], sort_keys=True, default=str)
 
 
 def hash_of(content: str) -> str:
@@ -217,52 +189,147 @@ def hash_of(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def _message(entry: Any, where: str) -> Message:
-    if isinstance(entry, Mapping):
-        role = entry.get("role", entry.get("from"))
-        content = entry.get("content", entry.get("value"))
-        if isinstance(content, str) and isinstance(role, str):
-            if role.lower() not in _ROLES:
-                raise ConfigError(f"{where}: role {role!r}: it must be one of {', '.join(_ROLES)}")
-            message = {"role": _ROLES[role.lower()], "content": content}
-            thinking = entry.get("thinking")
-            if isinstance(thinking, str) and thinking:
-                return message | {"thinking": thinking}
-            return message
-    raise ConfigError(
-        f"{where}: a message needs role and content, or from and value, and both must be text"
-    )
+# --- the records of files and of the hub ----------------------------------------------------------
+
+_Record = tuple[str, str, Any]
+"""The place of a record, the name of its document, and the record.
+
+The record is a JSON value, a `_FileText` or an `UnusableRecordError`.
+"""
 
 
-def _of_records(file: Path) -> Iterator[Document]:
-    name = "/".join(file.parts[-2:])
-    if file.suffix == ".parquet":
-        from datasets import Dataset
+class _FileText(str):
+    """The text of a file that has no records."""
 
-        try:
-            records = Dataset.from_parquet(str(file))
-        except Exception as error:  # pyarrow and datasets raise unrelated types for damaged files
-            raise ConfigError(
-                f"{file}: it cannot be read as Parquet ({type(error).__name__}); create it again"
-            ) from None
-        yield from (
-            parse_record(record, f"{name}:{index}") for index, record in enumerate(records, 1)
-        )
+
+def _records(source: str, argument: str) -> Iterator[_Record]:
+    if source.startswith("hf:"):
+        yield from _of_hub(source, argument)
         return
-    for line, record in read_json_lines(file):
-        yield parse_record(record, f"{name}:{line}")
+    for file in find_files(source, argument):
+        if file.suffix in _NO_TEXT:
+            raise ConfigError(
+                f"{argument}={source!r}: {file.name} is not text, JSON or Parquet; convert it to"
+                " JSON lines"
+            )
+        name = "/".join(file.parts[-2:])
+        if file.suffix == ".parquet":
+            yield from _of_table(_parquet(file), name, first=1)
+        elif file.suffix in _RECORD_FILES:
+            is_array = file.suffix == ".json" and _first_character(file) == "["
+            yield from _of_array(file, name) if is_array else _of_lines(file, name)
+        else:  # bytes that are not UTF-8 become the replacement character
+            text = file.read_text(encoding="utf-8", errors="replace")
+            yield name, name, _FileText(text)
 
 
-def _of_hub(source: str, argument: str) -> Iterator[Document]:
-    _, name, *split = source.split(":")
+def _of_lines(file: Path, name: str) -> Iterator[_Record]:
+    r"""Yield the records of JSON lines. Lines end only at "\n"; U+2028 belongs to the text."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{name}:{number}"
+            try:
+                content = line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"")
+                yield where, where, json.loads(content.decode("utf-8").rstrip("\r\n"))
+            except UnicodeDecodeError as error:
+                yield where, where, UnusableRecordError(where, f"not UTF-8 text ({error.reason})")
+            except json.JSONDecodeError as error:
+                yield where, where, UnusableRecordError(where, f"not JSON ({error.msg})")
+            except (ValueError, RecursionError) as error:  # a number or a nesting without end
+                yield where, where, UnusableRecordError(where, f"not JSON ({error})")
+
+
+def _of_array(file: Path, name: str) -> Iterator[_Record]:
+    """Yield the records of one JSON array, with the lines at which they begin.
+
+    Raises:
+        ConfigError: The file is not a JSON array.
+    """
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not UTF-8 text ({error}); convert it") from None
+    decoder, position, line, index = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    counted = 0  # the position up to which lines are counted
+    while True:
+        position = _after_space(text, position)
+        line, counted = line + text.count("\n", counted, position), position
+        if text[position : position + 1] == "]":
+            return
+        index += 1
+        where = f"{name}:{line} (record {index})"
+        try:
+            record, position = decoder.raw_decode(text, position)
+            position = _after_space(text, position)
+            if text[position : position + 1] not in ("]", ","):
+                raise ValueError("a comma or ] is missing after the record")
+        except (ValueError, RecursionError) as error:
+            # How many records are lost is not known, so no share of them can be allowed.
+            raise ConfigError(
+                f"{where}: not JSON ({error}), and nothing after it can be read; correct it, or"
+                " convert the file to JSON lines"
+            ) from None
+        yield where, where, record
+        position += text[position] == ","
+
+
+def _after_space(text: str, position: int) -> int:
+    """Return the first position from ``position`` on that is no white space of JSON."""
+    while text[position : position + 1] in _SPACE:
+        position += 1
+    return position
+
+
+_SPACE = frozenset(" \t\r\n")
+
+
+def _first_character(file: Path) -> str:
+    with file.open(encoding="utf-8-sig", errors="replace") as content:
+        return content.read(4096).lstrip()[:1]
+
+
+def _parquet(file: Path) -> Iterable[Any]:
+    from datasets import Dataset
+
+    try:
+        return Dataset.from_parquet(str(file))
+    except Exception as error:  # pyarrow and datasets raise unrelated types for damaged files
+        raise ConfigError(
+            f"{file}: it cannot be read as Parquet ({type(error).__name__}); create it again"
+        ) from None
+
+
+def _of_table(records: Iterable[Any], name: str, first: int) -> Iterator[_Record]:
+    for index, record in enumerate(records, first):
+        where = f"{name}:{index}"
+        yield where, where, _without_nulls(record)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the null fields of its objects.
+
+    All rows of a table have the same fields, so those that a row lacks are null.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _of_hub(source: str, argument: str) -> Iterator[_Record]:
+    name, _, split = source.removeprefix("hf:").partition(":")
+    repository, _, config = name.partition("@")
     from datasets import load_dataset
 
     try:
-        records = load_dataset(name, split=":".join(split) or "train")
+        arguments = [repository, config] if config else [repository]
+        records = load_dataset(*arguments, split=split or "train")
     except Exception as error:  # the hub's client raises a dozen unrelated types
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
-            f"{argument}={source!r}: it cannot be loaded from the hub ({type(error).__name__});"
-            " check the spelling, the split, the network, and for gated data the login"
+            f"{argument}={source!r}: it cannot be loaded from the hub ({reason}); check the"
+            " spelling, the configuration and the split (hf:OWNER/NAME@CONFIG:SPLIT), the network,"
+            " and for gated data the login"
         ) from None
-    for index, record in enumerate(records):
-        yield parse_record(record, f"{name}:{index}")
+    yield from _of_table(records, name, first=0)

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from jax.experimental import multihost_utils
 
 from specjax import sharding
+from specjax.config import ConfigError
 from specjax.models.fingerprint import stated
 from specjax.models.transformer import Target
 from specjax.templates import settings_of
@@ -26,6 +28,29 @@ def of_windows(*packed: dict[str, np.ndarray]) -> str:
         for name in sorted(windows):
             digest.update(np.ascontiguousarray(windows[name]).tobytes())
     return digest.hexdigest()[:32]
+
+
+def check_agreement(name: str, digest: str) -> None:
+    """Compare a hash between all processes of a run. Every process must call this function.
+
+    Args:
+        name: the argument that the hash is of, and its value, for the message.
+        digest: the hash of this process, in hexadecimal digits.
+
+    Raises:
+        ConfigError: The hashes differ.
+    """
+    if jax.process_count() == 1:
+        return
+    here = np.frombuffer(bytes.fromhex(digest), np.uint8)
+    hashes = [row.tobytes().hex() for row in multihost_utils.process_allgather(here)]
+    different = [str(process) for process, hash_ in enumerate(hashes) if hash_ != hashes[0]]
+    if different:
+        raise ConfigError(
+            f"{name}: process {', '.join(different)} reads other data than process 0, whose hash is"
+            f" {hashes[0]}, and that of this process {digest}; give all hosts the same files and"
+            " versions"
+        )
 
 
 def of_target(target: Target | None) -> str | None:

@@ -52,6 +52,7 @@ from specjax.training.step import (
     train_step,
 )
 from specjax.training.tokenizer import save_tokenizer
+from specjax.training.unusable import RecordTally
 
 
 def train(config: TrainConfig) -> Path:
@@ -200,10 +201,18 @@ def _prepare(config: TrainConfig) -> _Run:
         target = Target.from_pretrained(files, dtype=compute, mesh=mesh)
         data_config = replace(data_config, tokenizer=data_config.tokenizer or str(files.directory))
     end = None if target is None else next(iter(target.config.eos_token_ids), None)
+    held_out_by = run_directory.held_out_rule(output)
+    tally = RecordTally(data_config.source, limit=data_config.max_unusable)
     with waiting(f"reading {data_config.source}"):
         tokenizer, packed, held_out, chat_tokenizer = data.prepare(
-            data_config, end, None if target is None else target.config.vocab_size
+            data_config,
+            end,
+            None if target is None else target.config.vocab_size,
+            held_out_by,
+            tally,
         )
+    digest = fingerprint.of_windows(packed, held_out)
+    fingerprint.check_agreement(f"data.source={data_config.source!r}", digest)
     if target is not None:
         _check_target(config, target, tokenizer)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
@@ -227,11 +236,10 @@ def _prepare(config: TrainConfig) -> _Run:
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = initial_state(method, student, optimizer, mesh)
     iterator = data.batches(packed, config.data.batch, config.seed)
-    claim = run_directory.Claim(
-        fingerprint.of_windows(packed, held_out), fingerprint.of_target(target)
-    )
+    claim = run_directory.Claim(digest, fingerprint.of_target(target), held_out_by)
     run_directory.claim(output, config, claim)
     if jax.process_index() == 0:
+        tally.write(output / run_directory.UNUSABLE)
         show_batch(tokenizer, packed)
     fixed = {
         "method": method,

@@ -6,6 +6,7 @@
     checkpoints/                 the newest checkpoints, to continue a killed run bit for bit
     metrics.jsonl                the metrics of every step
     tensorboard/, wandb/         the same for the service that ``logging`` names
+    unusable.txt                 the records of the data that are left out, if there are any
     best/, latest/               the student, as its ``from_pretrained`` reads it
 """
 
@@ -24,10 +25,14 @@ import orbax.checkpoint as ocp
 from specjax.config import ConfigError, differences, dump_yaml, load_yaml
 from specjax.files import naming_full_disk, replacing, write_text
 from specjax.training.config import TrainConfig
+from specjax.training.data import HeldOutBy
 from specjax.training.metric_writers import open_writer
 from specjax.training.step import TrainState
 
 STUDENTS = ("best", "latest")
+
+UNUSABLE = "unusable.txt"
+"""The file with a line for each record of the data that is left out."""
 
 # --- identity of the run --------------------------------------------------------------------------
 
@@ -63,10 +68,24 @@ class Claim:
     Attributes:
         data: the `fingerprint.of_windows` of the training and the held-out windows.
         target: the `fingerprint.of_target`; None without a target.
+        held_out_by: the rule that decided which documents are held out. Older versions had one
+            rule, and did not store it.
     """
 
     data: str
     target: str | None
+    held_out_by: HeldOutBy = "name"
+
+
+def held_out_rule(output: Path) -> HeldOutBy:
+    """Return the rule of the run in ``output``, or that of new runs if there is none."""
+    if not (output / "config.yaml").exists():
+        return "content"
+    try:
+        claimed = json.loads((output / "claim.json").read_text()).get("held_out_by", "name")
+    except (OSError, ValueError, AttributeError):  # `claim` reports a missing or damaged file
+        return "name"
+    return "content" if claimed == "content" else "name"
 
 
 def claim(output: Path, config: TrainConfig, inputs: Claim) -> None:

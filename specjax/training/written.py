@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from specjax.config import ConfigError
 from specjax.errors import InputError
 from specjax.templates import Settings, read_settings, shown_settings
+from specjax.training.unusable import UnusableRecordError
 
 TOKENIZER = "tokenizer_fingerprint"
 """The field that marks the other fields as those of this module.
@@ -108,11 +108,11 @@ class WrittenTokens:
             yield self.tokens[begin:end], counts[begin:end]
 
     def check_vocabulary(self, vocab: int) -> None:
-        """Raise ConfigError if a token id is not below ``vocab``."""
+        """Raise UnusableRecordError if a token id is not below ``vocab``."""
         if (largest := int(self.tokens.max())) >= vocab:
-            raise ConfigError(
-                f"{self.where}: {_TOKENS}: it has the id {largest}, but the vocabulary has only"
-                f" {vocab} tokens"
+            raise UnusableRecordError(
+                self.where,
+                f"{_TOKENS}: it has the id {largest}, but the vocabulary has only {vocab} tokens",
             )
 
 
@@ -134,16 +134,16 @@ def parse(record: Mapping[str, Any], where: str) -> WrittenTokens | None:
         where: the place of the record, for messages.
 
     Raises:
-        ConfigError: The tokens are damaged.
+        UnusableRecordError: The tokens are damaged.
     """
     tokenizer = record.get(TOKENIZER)
     if not isinstance(tokenizer, str) or record.get(_TOKENS) is None:
         return None
 
-    def refuse(field: str, what: str) -> ConfigError:
-        return ConfigError(
-            f"{where}: {field}: {what}; remove the field {TOKENIZER} from the record, or generate"
-            " it again"
+    def refuse(field: str, what: str) -> UnusableRecordError:
+        return UnusableRecordError(
+            where,
+            f"{field}: {what}; remove the field {TOKENIZER} from the record, or generate it again",
         )
 
     tokens, spans = _whole_numbers(record[_TOKENS]), _whole_numbers(record.get(_SPANS))

@@ -22,14 +22,36 @@ def test_the_standard_library_is_found_without_tests_and_tables() -> None:
     )
 
 
-def test_the_split_is_by_name_alone() -> None:
-    everything = [Document(f"directory/{i}.py", text="text") for i in range(300)]
-    train, held_out = data.split_documents(everything, 0.1)
+@pytest.mark.parametrize("rule", ["content", "name"])
+def test_the_side_of_a_document_depends_on_itself_alone(rule) -> None:
+    everything = [Document(f"directory/{i}.py", text=f"text {i}") for i in range(300)]
+    train, held_out = data.split_documents(everything, 0.1, rule)
     assert sorted((*train, *held_out), key=everything.index) == everything
     assert 0.03 < len(held_out) / len(everything) < 0.25
-    fewer_train, fewer_held_out = data.split_documents(everything[::2], 0.1)
+    fewer_train, fewer_held_out = data.split_documents(everything[::2], 0.1, rule)
     assert set(fewer_train) <= set(train)
     assert set(fewer_held_out) <= set(held_out)
+
+
+def test_equal_documents_are_on_one_side_wherever_they_are() -> None:
+    texts = [f"text {i}" for i in range(100)]
+    copies = [
+        [Document(f"{folder}/file:{i}", text=text) for i, text in enumerate(texts)]
+        for folder in ("a", "b", "c", "d")
+    ]
+    again = [
+        Document("e", text="new", origin=documents.find_origin(document)) for document in copies[0]
+    ]
+    sides = [
+        {documents.find_origin(document) for document in data.split_documents(read, 0.1)[1]}
+        for read in (*copies, again)
+    ]
+    assert len(sides[0]) > 3 and all(side == sides[0] for side in sides)
+    by_name = [
+        frozenset(document.text for document in data.split_documents(read, 0.1, "name")[1])
+        for read in copies
+    ]
+    assert len(set(by_name)) == 4
 
 
 def test_packing_loses_and_repeats_nothing() -> None:

@@ -4,6 +4,7 @@ Conversations come with the mask of what the assistant wrote.
 """
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from transformers import AutoTokenizer
 from specjax.config import ConfigError
 from specjax.errors import InputError
 from specjax.templates import with_template
-from specjax.training import chat, data, documents
+from specjax.training import chat, data, documents, records, unusable
 from specjax.training.config import DataConfig
+from specjax.training.unusable import RecordTally, UnusableRecordError
 from tests.conftest import ASSETS
 
 MESSAGES = [
@@ -38,8 +40,8 @@ def write_jsonl(path, records) -> None:
 
 
 def test_all_forms_of_a_conversation_are_one(tmp_path) -> None:
-    records = [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"conversations": MESSAGES}]
-    write_jsonl(tmp_path / "chats.jsonl", records)
+    forms = [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"conversations": MESSAGES}]
+    write_jsonl(tmp_path / "chats.jsonl", forms)
     read = documents.read_documents(str(tmp_path / "chats.jsonl"))
     assert [list(document.messages) for document in read] == [MESSAGES] * 3
     assert len({document.name for document in read}) == 3
@@ -63,7 +65,7 @@ def test_equal_documents_have_one_origin_and_what_is_written_after_them_keeps_it
     assert len(set(documents.identities(read))) == 3
     write_jsonl(
         tmp_path / "again.jsonl",
-        [{"messages": MESSAGES[:2], documents.REGENERATED_FROM: origin} for origin in origins],
+        [{"messages": MESSAGES[:2], records.REGENERATED_FROM: origin} for origin in origins],
     )
     again = documents.read_documents(str(tmp_path / "again.jsonl"))
     assert [documents.find_origin(document) for document in again] == origins
@@ -74,9 +76,9 @@ def test_equal_documents_have_one_origin_and_what_is_written_after_them_keeps_it
 def test_parquet_and_jsonl_hold_the_same(tmp_path) -> None:
     from datasets import Dataset
 
-    records = [{"text": f"story {i}\u2028 with a line of its own"} for i in range(5)]
-    write_jsonl(tmp_path / "texts.jsonl", records)
-    Dataset.from_list(records).to_parquet(str(tmp_path / "texts.parquet"))
+    stories = [{"text": f"story {i}\u2028 with a line of its own"} for i in range(5)]
+    write_jsonl(tmp_path / "texts.jsonl", stories)
+    Dataset.from_list(stories).to_parquet(str(tmp_path / "texts.parquet"))
     jsonl, parquet = (
         documents.read_documents(str(tmp_path / f"texts.{kind}")) for kind in ("jsonl", "parquet")
     )
@@ -93,11 +95,11 @@ def test_parquet_and_jsonl_hold_the_same(tmp_path) -> None:
         ('{"prompt": "a"}', "data.jsonl:2: it has prompt; a record needs text, or messages"),
         (
             '{"messages": [{"role": "user"}]}',
-            "data.jsonl:2: messages: a message needs role and content",
+            "data.jsonl:2: a message has no content: it is missing or null",
         ),
         (
             '{"messages": [{"role": "judge", "content": "a"}]}',
-            "role 'judge': it must be one of human, user, gpt",
+            "role 'judge': it must be user, assistant, system, developer or tool",
         ),
         ("[1]", "data.jsonl:2: it has list"),
     ],
@@ -113,8 +115,8 @@ def test_the_hub_is_named_where_it_fails(monkeypatch) -> None:
 
     requests = []
 
-    def load(name, split):
-        requests.append((name, split))
+    def load(name, *config, split):
+        requests.append((name, *config, split))
         if name == "some/chats":
             return [{"messages": MESSAGES}]
         raise ConnectionError
@@ -125,7 +127,155 @@ def test_the_hub_is_named_where_it_fails(monkeypatch) -> None:
         ConfigError, match=r"data\.source='hf:no/chats': it cannot be loaded from the hub"
     ):
         documents.read_documents("hf:no/chats")
-    assert requests == [("some/chats", "test"), ("no/chats", "train")]
+    of_config = documents.read_documents("hf:some/chats@short:test[:10]")
+    assert list(of_config[0].messages) == MESSAGES
+    assert of_config[0].name == "some/chats@short:0"
+    expected = [("some/chats", "test"), ("no/chats", "train"), ("some/chats", "short", "test[:10]")]
+    assert requests == expected
+
+
+# --- what is data ---------------------------------------------------------------------------------
+
+
+def test_hidden_files_and_readmes_of_a_folder_are_no_data(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / ".cache" / "data"  # the folder itself may be hidden
+    (folder / ".git").mkdir(parents=True)
+    for name in (
+        "a.txt",
+        "README.md",
+        "readme",
+        ".hidden.txt",
+        ".git/config",
+        "dataset_infos.json",
+    ):
+        (folder / name).write_text("A text.")
+    lines = []
+    monkeypatch.setattr(documents, "say", lines.append)
+    for source in (str(folder), f"{folder}/*", f"{folder}/**"):
+        assert [file.name for file in documents.find_files(source)] == ["a.txt"], source
+    assert len(lines) == 3 and "README.md, dataset_infos.json, readme" in lines[0]
+    assert len(documents.find_files(str(folder / "README.md"))) == 1
+
+
+def test_a_json_file_is_an_array_or_lines(tmp_path) -> None:
+    file = tmp_path / "chats.json"
+    shared = [{"id": str(number), "conversations": SHAREGPT} for number in range(3)]
+    for indent in (None, 2):
+        file.write_text(json.dumps(shared, indent=indent))
+        read = documents.read_documents(str(file))
+        assert [list(document.messages) for document in read] == [MESSAGES] * 3
+    begins = [n for n, line in enumerate(file.read_text().splitlines(), 1) if line == "  {"]
+    places = [document.place.split("chats.json:")[1] for document in read]
+    assert places == [f"{line} (record {index})" for index, line in enumerate(begins, 1)]
+    write_jsonl(file, shared)
+    assert len(documents.read_documents(str(file))) == 3
+    file.write_text("[]")
+    assert documents.read_documents(str(file)) == []
+    for damaged in ('[{"text": "a"}, {"text": ', '[{"text": "a"} {"text": "b"}]', "[1, 2"):
+        file.write_text(damaged)
+        with pytest.raises(
+            ConfigError, match=r"chats.json:1 \(record \d\): not JSON .* JSON lines"
+        ):
+            documents.read_documents(str(file))
+
+
+def test_the_nulls_of_a_table_are_no_fields(tmp_path) -> None:
+    from datasets import Dataset
+
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    rows = [
+        {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": [call]}], "text": None},
+        {"messages": [MESSAGES[0] | {"weight": 1}, MESSAGES[1]], "text": None},
+        {"messages": None, "text": "A text."},
+    ]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "chats.parquet"))
+    first, second, third = documents.read_documents(str(tmp_path / "chats.parquet"))
+    assert first.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert list(second.messages) == MESSAGES[:2]
+    assert third.text == "A text."
+
+
+# --- records that cannot be used ------------------------------------------------------------------
+
+
+def test_a_share_of_the_records_may_be_left_out_and_is_named(tmp_path, monkeypatch) -> None:
+    lines = []
+    monkeypatch.setattr(unusable, "say", lines.append)
+    file = tmp_path / "data.jsonl"
+    fine = [json.dumps({"text": f"Text {number}."}) for number in range(198)]
+    file.write_text("\n".join([fine[0], "{", *fine[1:], '{"prompt": "a"}']) + "\n")
+    assert len(documents.read_documents(str(file))) == 198  # 1% is left out
+    (line,) = lines
+    assert "2 of 200 records are left out" in line
+    assert f"{tmp_path.name}/data.jsonl:2: not JSON" in line
+    assert f"{tmp_path.name}/data.jsonl:200: it has prompt" in line
+    for limit, words in (
+        (0, r"data.jsonl:2: not JSON .*\. Correct it, or allow a share with data.max_unusable"),
+        (0.009, r"2 of 200 records cannot be used, more than data.max_unusable=0.009 allows"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            documents.read_documents(str(file), tally=RecordTally(str(file), limit=limit))
+    lines.clear()
+    file.write_text("\n".join(fine))
+    documents.read_documents(str(file))
+    assert not lines
+
+
+def test_bytes_that_are_no_text_are_those_of_their_line(tmp_path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "\xff"}\n{"text": "b"}')
+    tally = RecordTally(str(file), limit=1)
+    read = documents.read_documents(str(file), tally=tally)
+    assert [document.text for document in read] == ["a", "b"]
+    (error,) = tally.unusable
+    assert error.where == f"{tmp_path.name}/data.jsonl:3" and "not UTF-8" in error.reason
+
+
+def test_a_message_names_few_places_and_a_file_all(tmp_path) -> None:
+    tally = RecordTally("chats", limit=1)
+    tally.total = 40
+    for number in range(40):
+        tally.leave_out(UnusableRecordError(f"chats:{number}", f"reason {min(number // 2, 12)}"))
+    tally.write(tmp_path / "unusable.txt")
+    assert len((tmp_path / "unusable.txt").read_text().splitlines()) == 40
+    text = tally._reasons()
+    assert text.startswith(
+        "chats:24, chats:25, chats:26, chats:27, chats:28 and 11 more: reason 12"
+    )
+    assert text.count("reason ") == 10 and text.endswith(" and 3 more reasons")
+    RecordTally("chats").write(tmp_path / "unusable.txt")
+    assert not (tmp_path / "unusable.txt").exists()
+
+
+def test_conversations_that_the_template_refuses_count_too(tokenizer, tmp_path) -> None:
+    refuses = (
+        "{% if messages[0].role == 'assistant' %}{{ raise_exception('no question') }}{% endif %}"
+    )
+    (tmp_path / "template.jinja").write_text(refuses + TEMPLATE)
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chats = [[*MESSAGES, {"role": "user", "content": str(number)}] for number in range(100)]
+    chats[30], chats[60] = (
+        MESSAGES[1:],
+        [{"role": "assistant", "content": None, "tool_calls": [call]}],
+    )
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages} for messages in chats])
+    config = DataConfig(
+        str(tmp_path / "chats.jsonl"),
+        str(ASSETS / "target"),
+        chat_template=str(tmp_path / "template.jinja"),
+        window=24,
+        holdout=0.2,
+        max_unusable=0.02,
+    )
+    tally = RecordTally(config.source, limit=config.max_unusable)
+    data.prepare(config, tally=tally)
+    assert sorted(str(error).split("chats.jsonl:")[1] for error in tally.unusable) == [
+        "31: the chat template refuses it (messages: the model's chat template refuses them (no"
+        " question); check the roles and their order)",
+        "61: the chat template writes no tool calls",
+    ]
+    with pytest.raises(ConfigError, match="2 of 100 records cannot be used"):
+        data.prepare(replace(config, max_unusable=0.01))
 
 
 @pytest.fixture
@@ -177,7 +327,8 @@ def test_a_template_without_marks_is_refused_with_its_first_line(tokenizer, tmp_
 
 
 def test_conversations_are_packed_with_their_mask(tmp_path) -> None:
-    write_jsonl(tmp_path / "chats.jsonl", [{"conversations": SHAREGPT}] * 40)
+    numbered = [[*SHAREGPT, {"from": "human", "value": str(number)}] for number in range(40)]
+    write_jsonl(tmp_path / "chats.jsonl", [{"conversations": chat} for chat in numbered])
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     settings = {
         "source": str(tmp_path / "chats.jsonl"),
@@ -194,5 +345,8 @@ def test_conversations_are_packed_with_their_mask(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer='': conversations need a tokenizer"):
         data.prepare(DataConfig(source=settings["source"], holdout=0.2))
     write_jsonl(tmp_path / "mixed.jsonl", [{"text": "a"}, {"messages": MESSAGES}] * 40)
-    with pytest.raises(ConfigError, match="it has both texts and conversations; give one kind"):
+    with pytest.raises(
+        ConfigError,
+        match=r"give one kind \(.*mixed.jsonl:1 is a text, .*mixed.jsonl:2 a conversation\)",
+    ):
         data.prepare(DataConfig(source=str(tmp_path / "mixed.jsonl"), holdout=0.2))

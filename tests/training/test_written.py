@@ -194,7 +194,7 @@ def test_a_training_with_other_variables_than_the_data_has_one_warning_that_name
     assert 'data.chat_template_kwargs={"mood": "sad"}' in warning
     assert not warned([record | glad for record in records], "")
     assert not warned(records, '{"mood": "sad"}')  # nothing is recorded
-    with pytest.raises(ConfigError, match=r":1: chat_template_kwargs: must be the JSON text"):
+    with pytest.raises(ConfigError, match=r":1, .*: chat_template_kwargs: must be the JSON text"):
         warned([record | {"chat_template_kwargs": "[1"} for record in records], "")
 
 
@@ -292,7 +292,10 @@ def test_damaged_tokens_are_refused_by_their_line(tokenizer, tmp_path, changed, 
         "tokens": [0, 5, 6, 7, 8, 9, 10],
         "loss_spans": [[3, 7]],
     }
-    source = write(tmp_path / "texts.jsonl", [whole, whole | changed, *40 * [whole]])
+    source = write(
+        tmp_path / "texts.jsonl",
+        [whole, whole | changed, *({**whole, "text": f"abc{i}"} for i in range(40))],
+    )
     with pytest.raises(ConfigError, match=rf"{tmp_path.name}/texts.jsonl:2: {words}"):
         data.prepare(config(source))
 
