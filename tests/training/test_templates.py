@@ -366,7 +366,7 @@ def test_a_template_writes_what_the_published_one_writes(name) -> None:
         assert write([SYSTEM, *FIRST, *SECOND]) == form.talk
     else:
         with pytest.raises(
-            ConfigError, match=r"refuses conversation 1 .*there is no system message"
+            ConfigError, match=r"conversation 1: .*refuses it .*there is no system message"
         ):
             chat.encode(tokenizer, [[SYSTEM, *FIRST]], responses_only=True)
 
@@ -396,7 +396,7 @@ def test_without_its_marks_a_template_is_refused(name) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "ministral3"])
 def test_turns_that_do_not_alternate_are_refused(name) -> None:
-    with pytest.raises(ConfigError, match=r"refuses conversation 2 .*must take turns"):
+    with pytest.raises(ConfigError, match=r"conversation 2: .*refuses it .*must take turns"):
         chat.encode(make_tokenizer(name), [FIRST, [*FIRST, FIRST[1]]], responses_only=True)
 
 
@@ -404,7 +404,7 @@ def test_turns_that_do_not_alternate_are_refused(name) -> None:
     "name", ["gemma4", "gemma4_31b", "gpt_oss", "phi3", "phi4", "granite4", "granite4.1"]
 )
 def test_a_message_that_a_template_has_no_form_for_is_refused(name) -> None:
-    with pytest.raises(ConfigError, match=r"refuses conversation 1 .*messages are known"):
+    with pytest.raises(ConfigError, match=r"conversation 1: .*refuses it .*messages are known"):
         chat.encode(
             make_tokenizer(name), [[*FIRST, {"role": "tool", "content": "4"}]], responses_only=True
         )
