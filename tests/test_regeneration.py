@@ -97,7 +97,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
 
 
 @pytest.mark.parametrize(
-    ("name", "written", "tools", "expected"),
+    ("name", "model_text", "tools", "expected"),
     [
         (
             "gpt_oss",
@@ -123,7 +123,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
         ("llama3", "<think>Hm.</think>Yes.<|eot_id|>", (), {"content": "<think>Hm.</think>Yes."}),
     ],
 )
-def test_an_answer_keeps_its_reasoning_and_its_calls(name, written, tools, expected) -> None:
+def test_an_answer_keeps_its_reasoning_and_its_calls(name, model_text, tools, expected) -> None:
     tokenizer = make_tokenizer(name)
     if name == "gpt_oss":
         tokenizer.add_tokens(["<|call|>"], special_tokens=True)
@@ -131,7 +131,7 @@ def test_an_answer_keeps_its_reasoning_and_its_calls(name, written, tools, expec
         tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
         tokenizer.chat_template += "{# <think> </think> <tool_call> #}"
     prompt = text.encode_chat(tokenizer, [{"role": "user", "content": "Is it?"}])
-    tokens = tuple(tokenizer.encode(written, add_special_tokens=False))
+    tokens = tuple(tokenizer.encode(model_text, add_special_tokens=False))
     plain = tokenizer.decode(tokens, skip_special_tokens=True)
     answer = pipeline.Generation(plain, tokens, NO_STATISTICS)
     message = WriterOf(tokenizer).message(prompt, answer, (), tools)
@@ -144,7 +144,7 @@ def test_a_stop_string_ends_the_content_of_a_message() -> None:
     written = (
         "<|channel|>analysis<|message|>Y#<|end|><|start|>assistant<|channel|>final<|message|>Y#Y"
     )
-    tokens = tuple(tokenizer.encode(written, add_special_tokens=False))
+    tokens = tuple(tokenizer.encode(model_text, add_special_tokens=False))
     answer = pipeline.Generation("", tokens, NO_STATISTICS)
     message = WriterOf(tokenizer).message(prompt, answer, ("#",))
     assert message == {"role": "assistant", "content": "Y", "thinking": "Y#"}

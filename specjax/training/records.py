@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from specjax.text import REASONING_FIELDS
 from specjax.training import written
@@ -224,7 +224,7 @@ def _role(message: Any) -> str | None:
     return _ROLES.get(name.lower()) if isinstance(name, str) else None
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
