@@ -141,7 +141,7 @@ def test_an_answer_keeps_its_reasoning_and_its_calls(name, model_text, tools, ex
 def test_a_stop_string_ends_the_content_of_a_message() -> None:
     tokenizer = make_tokenizer("gpt_oss")
     prompt = text.encode_chat(tokenizer, [{"role": "user", "content": "Is it?"}])
-    written = (
+    model_text = (
         "<|channel|>analysis<|message|>Y#<|end|><|start|>assistant<|channel|>final<|message|>Y#Y"
     )
     tokens = tuple(tokenizer.encode(model_text, add_special_tokens=False))
