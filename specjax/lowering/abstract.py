@@ -18,8 +18,9 @@ from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
-from specjax.models import params
+from specjax.models import config_json, huggingface, params
 from specjax.models.cache import KVCache, PagedCache, groups_of
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.published import PUBLISHED, published
 from specjax.models.quantization import schemes
@@ -41,6 +42,13 @@ def abstract_model(
             schemes.of_model(schemes.scheme_of(weights).form_of, config.tie_embeddings),
             mesh,
         )
+    return Target(_placed(declared, mesh, config.axis_units, dtype), config, mesh)
+
+
+def stored_model(files: CheckpointFiles, mesh: Mesh, dtype: DTypeLike = jnp.bfloat16) -> Target:
+    """Return a model of a checkpoint on a mesh, whose params are shapes, quantized as stored."""
+    config = config_json.read_config(files)
+    declared = huggingface.declare_stored(files, config, mesh)
     return Target(_placed(declared, mesh, config.axis_units, dtype), config, mesh)
 
 

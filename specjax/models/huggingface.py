@@ -6,9 +6,12 @@ writes the tensors.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -22,7 +25,7 @@ from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
 from specjax.models.params import Param, Params
 from specjax.models.parts import Layers
-from specjax.models.quantization import Form, saved, schemes
+from specjax.models.quantization import Form, published, saved, schemes
 from specjax.models.quantization.schemes import Weights
 from specjax.progress import say
 
@@ -80,6 +83,30 @@ def load_params(
     """
     declared, values = _reader(files, config, dtype, saved_part, mesh, weights)
     return checkpoint.place(declared, values, mesh, config.axis_units)
+
+
+def declare_stored(
+    files: CheckpointFiles,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    weights: Weights = schemes.AS_STORED,
+) -> Params:
+    """Return the declarations of the params that `load_params` would read from a checkpoint.
+
+    No weights are read. The headers of their files say which matrices are quantized. If the files
+    are not here, config.json says it.
+    """
+    try:
+        has_headers = bool(files.weight_files)
+    except CheckpointError:
+        has_headers = False
+    if has_headers:
+        return _reader(files, config, jnp.float32, None, mesh, weights)[0]
+    quantization = files.raw.get("quantization_config")
+    published.check_config(quantization, files.file)
+    stated = partial(published.stated_form, quantization or {})
+    form_of = schemes.of_model(forms_for(files, weights, mesh, stated), config.tie_embeddings)
+    return schemes.declare(declarations.declare(config), form_of, mesh)
 
 
 def load_part(
@@ -146,19 +173,25 @@ def _reader(
     return declared, checkpoint.reader(files, declared, dtype, what, ignored)
 
 
-def forms_for(files: CheckpointFiles, weights: Weights, mesh: Mesh | None) -> schemes.FormOf:
+def forms_for(
+    files: CheckpointFiles,
+    weights: Weights,
+    mesh: Mesh | None,
+    stated: Callable[[str], Form | None] | None = None,
+) -> schemes.FormOf:
     """Return which parameters of a checkpoint are quantized, and how.
 
-    ``weights`` is as in `Target.from_pretrained`.
+    ``weights`` is as in `Target.from_pretrained`. ``stated`` returns the stored form of a tensor;
+    by default it is read from the files.
     """
     schemes.check_weights(weights)
     if weights not in (schemes.AS_STORED, schemes.FLOATS):
         return schemes.scheme_of(weights).form_of
-    stored = files.forms if weights == schemes.AS_STORED else {}
+    stored = (stated or files.forms.get) if weights == schemes.AS_STORED else {}.get
     on_cpu = sharding.is_on_cpu(mesh)
 
     def form_of(param: Param) -> Form | None:
-        form = schemes.common(map(stored.get, param.stored_names)) if param.is_product else None
+        form = schemes.common(map(stored, param.stored_names)) if param.is_product else None
         # A CPU has no FP8 arithmetic: it would convert all weights at every product.
         return None if form is None or (form.kind == "fp8" and on_cpu) else form
 

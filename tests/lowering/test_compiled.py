@@ -360,6 +360,32 @@ def test_a_step_of_training(capsys, monkeypatch, directory) -> None:
     file = str(Path(__file__).parents[2] / "configs" / "eagle3_embedded.yaml")
     out = run(capsys, monkeypatch, "compile-training", "--target", directory, "--train", file)
     assert "a training step, eagle3" in out and "all-reduce" in out
+    assert "an evaluation, eagle3" in out
+    assert "A run takes at most" in out
+
+
+@pytest.mark.full
+def test_a_quantized_target_of_a_training_is_smaller(capsys, monkeypatch, tmp_path) -> None:
+    """Compare a target with the same one in 8 bits, and the peak with both programs."""
+    target = Target.init(CONFIG, jax.random.key(0))
+    target.save_pretrained(tmp_path / "float")
+    target.quantize("int8").save_pretrained(tmp_path / "int8")
+    file = str(Path(__file__).parents[2] / "configs" / "eagle3_embedded.yaml")
+    plans = [
+        json.loads(
+            run(
+                capsys,
+                monkeypatch,
+                *("compile-training", "--json", "--train", file, "--target", str(tmp_path / name)),
+            )
+        )
+        for name in ("float", "int8")
+    ]
+    arguments = [plan["evaluation"]["memory"]["arguments"] for plan in plans]
+    assert arguments[1] < arguments[0]
+    for plan in plans:
+        together = [sum(plan[name]["memory"].values()) for name in ("step", "evaluation")]
+        assert plan["peak_bytes"] == max(together)
 
 
 # --- what cannot be compiled ----------------------------------------------------------------------
@@ -736,3 +762,17 @@ def test_budgets_of_a_training_step_on_a_tpu() -> None:
     assert sum(plan["step"]["memory"].values()) < plan["chip"]["memory"]
     whole_logits = 4 * (8 // 2) * 2048 * 128_256
     assert plan["step"]["largest"] < whole_logits
+
+
+@needs_libtpu
+@pytest.mark.thorough
+def test_an_evaluation_takes_less_memory_than_a_training_step_on_a_tpu() -> None:
+    """Compile EAGLE-3 for Qwen3-8B, 8 windows of 2,048 tokens on one v5p."""
+    plan = planned(
+        *("compile-training", "--chips", "v5p:2x2x1", "--target", "qwen3-8b"),
+        *("--train", "configs/eagle3_qwen3_8b.yaml"),
+    )
+    assert plan["peak_bytes"] < plan["chip"]["memory"]
+    assert plan["evaluation"]["memory"]["temporaries"] < 12e9
+    whole_logits = 4 * 8 * 2048 * 151_936
+    assert plan["evaluation"]["largest"] < whole_logits / 8

@@ -1,24 +1,26 @@
-"""The command ``specjax plan compile-training``: compile a training step for other chips."""
+"""The command ``specjax plan compile-training``: compile a training for other chips."""
 
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from specjax.cli.plan.options import find_model, new_console
+from specjax.cli.plan.options import find_model, is_checkpoint, new_console
 from specjax.cli.plan.programs import exchanges_of, memory_table, program_as_json
 from specjax.config import load_yaml
 from specjax.errors import InputError
 from specjax.lowering import abstract
 from specjax.lowering.compiled import compile_program
 from specjax.lowering.topologies import find_mesh
-from specjax.models import config_json, hub
+from specjax.models import hub
 from specjax.training.config import TrainConfig
 from specjax.training.dry_run import abstract_run
 
 
 @dataclass(frozen=True)
 class CompileTrainingConfig:
-    """Compile a training step for chips that are not here: its memory, and the bytes that it moves.
+    """Compile a training for chips that are not here: its memory, and the bytes that a step moves.
+
+    A step and an evaluation are compiled. The memory of a run is the larger one of the two.
 
     It needs specjax[compile], and for h100 specjax[compile-cuda].
 
@@ -54,25 +56,44 @@ def run_compile_training(config: CompileTrainingConfig) -> None:
             f"mesh={data} {model}: data must divide the {training.data.batch} rows of data.batch in"
             f" {config.train!r}"
         )
-    target = find_model("target", config.target) if config.target else None
-    if target is None and training.method.target:
-        target = config_json.read_config(hub.open_checkpoint(training.method.target, weights=False))
-
     mesh, chip = find_mesh(config.chips, *config.mesh, config.slices)
-    placed = (
-        None if target is None else abstract.abstract_model(target, mesh, training.compute_dtype)
-    )
+    target, dtype = config.target or training.method.target, training.compute_dtype
+    if not target:
+        placed = None
+    elif is_checkpoint(target):
+        # Quantized as it is stored, because a run would load it so.
+        files = hub.open_checkpoint(target, weights=False)
+        placed = abstract.stored_model(files, mesh, dtype)
+    else:
+        placed = abstract.abstract_model(find_model("target", target), mesh, dtype)
     run = abstract_run(training, mesh, placed, lambda student: abstract.place_model(student, mesh))
-    compiled, _ = compile_program(f"a training step, {training.method.name}", run.lower(), mesh)
+    name = training.method.name
+    compiled, _ = compile_program(f"a training step, {name}", run.lower(), mesh)
+    evaluation, _ = compile_program(f"an evaluation, {name}", run.lower_evaluation(), mesh)
+    # The optimizer's state stays in memory during an evaluation.
+    arguments = evaluation.memory.arguments + abstract.bytes_of_one(run.state.optimizer)
+    evaluation = replace(evaluation, memory=replace(evaluation.memory, arguments=arguments))
+    peak = max(program.memory.together for program in (compiled, evaluation))
     if config.json:
         print(
             json.dumps(
-                {"chip": asdict(chip), "chips": mesh.size, "step": program_as_json(compiled)}
+                {
+                    "chip": asdict(chip),
+                    "chips": mesh.size,
+                    "step": program_as_json(compiled),
+                    "evaluation": program_as_json(evaluation),
+                    "peak_bytes": peak,
+                }
             )
         )
         return
     console = new_console()
-    console.print(memory_table(f"{config.train} on {mesh.size} x {chip.name}", [compiled], chip))
+    title = f"{config.train} on {mesh.size} x {chip.name}"
+    console.print(memory_table(title, [compiled, evaluation], chip))
+    console.out(
+        f"A run takes at most {peak / 1e9:,.2f} GB of a chip's {chip.memory / 1e9:.0f}:"
+        f" it {'fits' if peak <= chip.memory else 'does not fit'}."
+    )
     exchanged = f"{exchanges_of(compiled)}, {compiled.collective_bytes / 1e6:,.1f} MB"
     if config.slices > 1:
         exchanged += f" in a slice, and {compiled.slice_bytes / 1e6:,.1f} MB to other slices"

@@ -31,6 +31,8 @@ ADVICE = "use the checkpoint without quantization, and weights='int8' or 'int4'"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _READ = ("fp8", "mxfp4", "compressed-tensors", "awq", "gptq")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+MXFP4_GROUP = 32
+"""The inputs that share a scale in MXFP4, see `mxfp4`."""
 _MEASURED = re.compile(r"\.((input|output|activation|q|k|v)_scale|(input|output)_zero_point)$")
 """The names of activation scales that were measured beforehand.
 
@@ -114,6 +116,71 @@ def check_config(raw: Any, source: str) -> None:
 def method_of(raw: Fields) -> Any:
     """Return the name of the quantization method in a ``quantization_config``."""
     return raw.get("quant_method", raw.get("method"))  # GPTQModel writes "method"
+
+
+def stated_form(raw: Fields, name: str) -> Form | None:
+    """Return the form that a matrix probably has, by a ``quantization_config`` alone.
+
+    The tensors themselves say it exactly: they may have an order, or stay in floats although the
+    config does not say so.
+
+    Args:
+        raw: the ``quantization_config``, which has been checked; empty if there is none.
+        name: the name of the matrix, such as ``model.layers.0.mlp.up_proj.weight``.
+
+    Examples:
+        >>> from specjax.models.quantization.published import stated_form
+        >>> raw = {"quant_method": "awq", "bits": 4, "group_size": 128}
+        >>> stated_form(raw, "model.layers.0.mlp.up_proj.weight")
+        Form(kind='int4', group=128, has_zeros=True, is_ordered=False, activations=16)
+        >>> stated_form(raw, "lm_head.weight") is None
+        True
+    """
+    method, module = method_of(raw), name.removesuffix(".weight")
+    left_out = raw.get("ignore") or raw.get("modules_to_not_convert") or []
+    if not raw or any(_names(pattern, module) for pattern in left_out):
+        return None
+    if method == "compressed-tensors":
+        return _stated_in_groups(raw, module)
+    if method == "mxfp4":
+        return Form("int8", MXFP4_GROUP) if ".experts." in name else None
+    if module.endswith(("embed_tokens", "lm_head")):
+        return None
+    if method == "fp8":
+        return Form("fp8", BLOCK if raw.get("weight_block_size") else 0)
+    has_zeros = method == "awq" or raw.get("sym", True) is not True
+    kind = "int4" if raw.get("bits", 4) == 4 else "int8"
+    return Form(kind, max(raw.get("group_size", 128), 0), has_zeros)
+
+
+def _stated_in_groups(raw: Fields, module: str) -> Form | None:
+    kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
+    group = next(
+        (
+            group
+            for group in raw["config_groups"].values()
+            if any(target == kind or _names(target, module) for target in group["targets"])
+        ),
+        None,
+    )
+    if group is None:
+        return None
+    weights = group["weights"]
+    if weights.get("type") == "float":
+        return Form("fp8", BLOCK if _strategy(weights) == "block" else 0)
+    return Form(
+        "int4" if weights.get("num_bits", 8) == 4 else "int8",
+        _size_of_groups(weights),
+        weights.get("symmetric", True) is not True,
+        activations=_activations(group),
+    )
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Return whether a name or a pattern of a ``quantization_config`` is for a module."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return module == pattern or module.startswith(f"{pattern}.")
 
 
 def _gptq_format(raw: Fields) -> Any:
