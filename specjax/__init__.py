@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PromptLookup,
         SnapKV,
         Streaming,
+        TokenRecycling,
     )
     from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
     from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, complete_tree
@@ -92,6 +93,7 @@ __all__ = [
     "Target",
     "TextGenerator",
     "ThinkingBudget",
+    "TokenRecycling",
     "complete_tree",
     "conformance",
     "generate",
@@ -124,6 +126,7 @@ _HOMES = {
         "PromptLookup",
         "SnapKV",
         "Streaming",
+        "TokenRecycling",
     ),
     "specjax.drafts.published": ("EAGLE_TREE", "MEDUSA_TREE"),
     "specjax.drafts.shapes": ("Chain", "DynamicTree", "SampledTree", "StaticTree", "complete_tree"),

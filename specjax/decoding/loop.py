@@ -18,7 +18,7 @@ from specjax.decoding.few_rows import by_rows
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import Logprobs, StepInfo
 from specjax.decoding.verification import RULES, verify
-from specjax.drafters.base import Committed, Drafter, append_tokens, check_proposal
+from specjax.drafters.base import Committed, Drafter, LikelyTokens, append_tokens, check_proposal
 from specjax.drafts.draft import Draft, Verdict
 from specjax.errors import InputError
 from specjax.models.cache import Entries, gather_entries
@@ -185,6 +185,7 @@ def advance(
         entries=scored.entries,
         count=verdict.count,
         cache=cache,
+        likely=scored.likely,
     )
     # Padded to the state's depth, so that drafts of all depths are counted in the same arrays.
     info = StepInfo(
@@ -233,6 +234,8 @@ class _Scored:
             each.
         num_nodes: scalar, the number of nodes that the pass had in each row.
         logprobs: those of the emitted tokens, ``[B, D+1]``; None if they were not requested.
+        likely: the likeliest tokens after all nodes, ``[B, N, k]``; None if the drafter does not
+            request them. They are meaningless at nodes that were not drafted.
 
     Only the first ``verdict.count`` elements of a row are meaningful along the axis D+1. For a
     chain, for example, ``output`` and ``entries`` hold all nodes, rejected ones as well.
@@ -244,6 +247,7 @@ class _Scored:
     entries: Entries
     num_nodes: jax.Array
     logprobs: Logprobs | None
+    likely: LikelyTokens | None
 
 
 def _score(
@@ -267,6 +271,7 @@ def _score(
     cache, taps, sampling = state.cache, drafter.taps(target.config), state.next_sampling
     # A row that is done may have a long context. With length 0, attention does not read it.
     readable_cache = replace(cache, length=jnp.where(state.done, 0, cache.length))
+    full, num_likely = draft.tokens.shape[1], drafter.likely_tokens(target.config)
 
     def score_first_nodes(width: int) -> _Scored:
         scored_draft = draft.first(width) if width < draft.tokens.shape[1] else draft
@@ -298,6 +303,10 @@ def _score(
         emitted_logprobs = None
         if logprobs is not None:
             emitted_logprobs = Logprobs.of(along_path(output.logits), emitted, logprobs)
+        likely = None
+        if num_likely:
+            all_nodes = partial(_pad, size=full)
+            likely = jax.tree.map(all_nodes, LikelyTokens.of(output.logits, num_likely))
         return _Scored(
             verdict=replace(verdict, path=widen(verdict.path)),
             emitted=emitted,
@@ -305,9 +314,9 @@ def _score(
             entries=entries,
             num_nodes=jnp.asarray(width, jnp.int32),
             logprobs=emitted_logprobs,
+            likely=likely,
         )
 
-    full = draft.tokens.shape[1]
     may_be_shorter = (
         draft.is_chain and drafter.draft_shape.nodes == full and sharding.is_on_cpu(target.mesh)
     )

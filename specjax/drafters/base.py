@@ -21,7 +21,34 @@ from specjax.models.quantized_cache import dequantize
 from specjax.models.transformer import States, Target
 from specjax.pytree_class import KeyedByClass
 from specjax.reprs import OneLine
-from specjax.sampling import RowSampling
+from specjax.sampling import RowSampling, likeliest
+
+
+@struct.dataclass
+class LikelyTokens:
+    """The tokens that the target holds likeliest after each of some nodes.
+
+    Attributes:
+        tokens: ``[B, N, k]`` int32, the token ids, the likeliest first.
+        logprobs: ``[B, N, k]`` float32, their log-probabilities at temperature 1, without
+            penalties and biases.
+
+    Examples:
+        >>> from specjax.drafters.base import LikelyTokens
+        >>> likely = LikelyTokens.of(jnp.log(jnp.array([[[0.5, 0.125, 0.375]]])), count=2)
+        >>> likely.tokens.tolist(), jnp.exp(likely.logprobs).tolist()
+        ([[[0, 2]]], [[[0.5, 0.375]]])
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+
+    @classmethod
+    def of(cls, logits: jax.Array, count: int) -> "LikelyTokens":
+        """Return the ``count`` likeliest tokens of ``logits [B, N, V]``."""
+        logits = logits.astype(jnp.float32)
+        best, tokens = likeliest(logits, count)
+        return cls(tokens, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
 
 @struct.dataclass
@@ -42,6 +69,10 @@ class Committed:
         count: ``[B]``, the number of valid tokens of each row.
         cache: the target's cache, paged or not. The tokens are its newest ``count`` entries. A
             drafter may read it, but must not keep a reference to it.
+        likely: the target's likeliest next tokens after each of the draft's N nodes, accepted or
+            not, if the drafter requests them (`Drafter.likely_tokens`). The log-probabilities are
+            NaN after nodes that the target has not read. None in a prompt, and for tokens that were
+            committed while the drafter was paused.
 
     Examples:
         >>> from specjax.drafters.base import Committed
@@ -69,6 +100,7 @@ class Committed:
     entries: Entries
     count: jax.Array
     cache: KVCache | PagedCache
+    likely: LikelyTokens | None = None
 
     def newest(self, states: jax.Array, before: jax.Array) -> jax.Array:
         """Return the states ``[B, H]`` at each row's newest valid token.
@@ -324,6 +356,14 @@ class Drafter(OneLine, KeyedByClass, Generic[State]):
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
         """Return the target layers whose input `States.taps` must hold, ascending."""
         return ()
+
+    def likely_tokens(self, config: ModelConfig) -> int:
+        """Return the number of tokens that `Committed.likely` must hold for each node.
+
+        With 0 it is None. The target computes the logits of all nodes in any case, so that the
+        tokens cost little.
+        """
+        return 0
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         """Return the target layers whose committed KV entries `propose` reads, ascending.

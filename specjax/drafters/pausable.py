@@ -99,6 +99,9 @@ class Pausable(Wrapper[PausableState]):
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return () if self.paused else self.drafter.reads(config)
 
+    def likely_tokens(self, config: ModelConfig) -> int:
+        return 0 if self.paused else self.drafter.likely_tokens(config)
+
     def start(self, target: Target, batch: int, capacity: int) -> PausableState:
         def empty(*shape: int) -> jax.Array:
             axes = ("batch", *(None,) * len(shape))

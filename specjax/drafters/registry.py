@@ -38,6 +38,7 @@ from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.methods.mtp import MTP
 from specjax.drafters.methods.peagle import PEagle
 from specjax.drafters.methods.prompt_lookup import PromptLookup
+from specjax.drafters.methods.token_recycling import TokenRecycling
 from specjax.drafters.shared_vocabulary import Asked, share
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
@@ -171,6 +172,14 @@ def _make_prompt_lookup(request: DrafterRequest) -> Drafter:
     return drafter
 
 
+def _make_token_recycling(request: DrafterRequest) -> Drafter:
+    usage = "token-recycling:SUCCESSORS, such as token-recycling:8"
+    successors = {"successors": _whole(request, usage)} if request.where else {}
+    drafter = TokenRecycling(**successors, **request.draft_given)
+    drafter.check_draft()
+    return drafter
+
+
 def _make_early_exit(request: DrafterRequest) -> Drafter:
     return EarlyExit(
         layers=_whole(request, "early-exit:LAYERS, such as early-exit:4"), **request.draft_given
@@ -218,6 +227,9 @@ def _is_whole(word: str) -> bool:
 METHODS: dict[str, DraftingMethod] = {
     "prompt-lookup": DraftingMethod(
         "prompt-lookup or prompt-lookup:MAX_NGRAM", _make_prompt_lookup
+    ),
+    "token-recycling": DraftingMethod(
+        "token-recycling or token-recycling:SUCCESSORS", _make_token_recycling
     ),
     "early-exit": DraftingMethod("early-exit:LAYERS", _make_early_exit),
     "streaming": DraftingMethod(

@@ -93,6 +93,9 @@ class Wrapper(Drafter[State]):
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
         return self.wrapped.taps(config)
 
+    def likely_tokens(self, config: ModelConfig) -> int:
+        return self.wrapped.likely_tokens(config)
+
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return self.wrapped.reads(config)
 

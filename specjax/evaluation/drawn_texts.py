@@ -41,7 +41,7 @@ from scipy import special
 from specjax import decoding, sharding
 from specjax.decoding.generation import raise_if_failed
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters.base import Committed, Drafter
+from specjax.drafters.base import Committed, Drafter, LikelyTokens
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, SampledTree
@@ -414,6 +414,7 @@ def _forced_step(
         entries=jax.tree.map(partial(padded, axis=2), entries),
         count=count,
         cache=cache,
+        likely=_likely_after_root(target, drafter, draft, output.logits),
     )
     verdict = Verdict(
         path=jnp.zeros((len(count), path_length), jnp.int32), count=count, token=token
@@ -428,6 +429,23 @@ def _forced_step(
         drafter=drafter.update(target, state.drafter, draft, verdict, committed),
     )
     return draft, next_state, output.logits[:, 0]
+
+
+def _likely_after_root(
+    target: Target, drafter: Drafter, draft: Draft, logits: jax.Array
+) -> LikelyTokens | None:
+    """Return `Committed.likely` if the target has read the root alone, with ``logits [R, 1, V]``.
+
+    The log-probabilities of the other nodes are NaN.
+    """
+    if not (count := drafter.likely_tokens(target.config)):
+        return None
+    likely = LikelyTokens.of(logits, count)
+    unread = ((0, 0), (0, draft.tokens.shape[1] - 1), (0, 0))
+    return LikelyTokens(
+        tokens=jnp.pad(likely.tokens, unread),
+        logprobs=jnp.pad(likely.logprobs, unread, constant_values=jnp.nan),
+    )
 
 
 def _intervals_of(

@@ -20,8 +20,8 @@ from specjax import decoding, sharding
 from specjax.decoding.few_rows import by_rows
 from specjax.decoding.options import GenerationOptions, as_key, check_prompts
 from specjax.decoding.stats import Stats
-from specjax.drafters.base import Committed, Drafter, NoDraft, append_tokens
-from specjax.drafts.draft import Verdict
+from specjax.drafters.base import Committed, Drafter, LikelyTokens, NoDraft, append_tokens
+from specjax.drafts.draft import Draft, Verdict
 from specjax.errors import InputError
 from specjax.models.cache import KVCache, gather_entries
 from specjax.models.transformer import States, Target
@@ -209,6 +209,14 @@ def _propose(
     batch = state.lengths.shape[0]
     count = jnp.ones(batch, jnp.int32)
 
+    vocab, num_likely = target.config.vocab_size, drafter.likely_tokens(target.config)
+
+    def likely_after(draft: Draft) -> LikelyTokens | None:
+        if not num_likely:
+            return None
+        tokens = (draft.tokens[..., None] + 1 + jnp.arange(num_likely)) % vocab
+        return LikelyTokens(tokens=tokens, logprobs=jnp.full(tokens.shape, -jnp.log(num_likely)))
+
     def body(_: int, state: decoding.DecodeState) -> decoding.DecodeState:
         draft, proposed = decoding.propose_step(target, drafter, state)
         newest = draft.tokens[:, -1:]
@@ -231,6 +239,7 @@ def _propose(
             entries=gather_entries(state.cache.layers, state.lengths[:, None] - 1 - verdict.path),
             count=count,
             cache=state.cache,
+            likely=likely_after(draft),
         )
         return replace(
             state,

@@ -340,7 +340,7 @@ FAULTS = [
     ([*PAIR, "--drafter", "bush"], "drafter='bush': no method of that name, no directory"),
     (
         [*PAIR, "--drafter", "bush:4"],
-        "methods: prompt-lookup or prompt-lookup:MAX_NGRAM; early-exit:LAYERS; streaming or",
+        "methods: prompt-lookup or prompt-lookup:MAX_NGRAM; token-recycling or",
     ),
     ([*PAIR, "--drafter", "prompt-lookup:0"], "write prompt-lookup:MAX_NGRAM"),
     ([*PAIR, "--drafter", "draft-model:"], "write draft-model:DIRECTORY"),

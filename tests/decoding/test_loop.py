@@ -30,6 +30,7 @@ from specjax.drafters import (
     Gemma4Assistant,
     NoDraft,
     PromptLookup,
+    TokenRecycling,
 )
 from specjax.drafts.shapes import Chain, StaticTree, halvings
 from specjax.errors import InputError
@@ -50,6 +51,7 @@ def drafters() -> dict:
     return {
         "draft model": DraftModel(small, draft=SHAPES["chain"]),
         "prompt lookup": PromptLookup(draft=SHAPES["chain"]),
+        "token recycling": TokenRecycling(draft=SHAPES["dynamic"]),
         "early exit": EarlyExit(layers=1, draft=SHAPES["chain"]),
         "adaptive draft model": DraftModel(small, draft=SHAPES["adaptive"]),
         "dynamic draft model": DraftModel(small, draft=SHAPES["dynamic"]),

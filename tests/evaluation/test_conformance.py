@@ -31,6 +31,7 @@ from specjax.drafters import (
     PromptLookup,
     SnapKV,
     Streaming,
+    TokenRecycling,
 )
 from specjax.drafters.pausable import ROOM
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree
@@ -88,13 +89,15 @@ METHODS = {
         ).replace(cache=Streaming(sinks=1), budget=5)
     ),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
+    "token recycling": lambda shape: TokenRecycling(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
 ALL_CASES = [
     (method, shape)
     for method in METHODS
     for shape in SHAPES
-    if method not in ONE_SHAPE or shape == "chain"
+    if (method not in ONE_SHAPE or shape == "chain")
+    and (method, shape) != ("token recycling", "sampled")
 ]
 # Cases whose drafts grow by code that other cases test. Every drafter and every shape is among the
 # rest.
@@ -115,6 +118,7 @@ GROWN_ALIKE = [
     *[("dflash in a ring", shape) for shape in SHAPES],  # as the ring of the draft model
     *[("streaming", shape) for shape in SHAPES if shape != "chain"],
     *[("snapkv", shape) for shape in SHAPES],  # as streaming, except for the entries of a prompt
+    *[("token recycling", shape) for shape in SHAPES if shape != "dynamic"],
     *[("draft model in a ring", shape) for shape in SHAPES],  # other cases test both parts
 ]
 CASES = [
@@ -135,7 +139,7 @@ def test_every_drafter_with_every_shape(target, method, shape) -> None:
 THOROUGHLY = {
     *("plain", "eagle", "eagle3", "early exit", "streaming", "snapkv", "draft model in a ring"),
     *("medusa", "moa", "prompt lookup", "assistant", "dflash", "dflash in a ring"),
-    *("dflash2", "jetspec", "peagle"),
+    *("dflash2", "jetspec", "peagle", "token recycling"),
 }
 COME_AND_GO = [
     pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in THOROUGHLY))
@@ -232,6 +236,7 @@ LOSSLESS = [
     ("draft model", "chain", "independent"),
     ("eagle3", "sampled", "independent"),  # a q over fewer tokens than the target has
     ("prompt lookup", "chain", "independent"),
+    ("token recycling", "dynamic", "independent"),
 ]
 # The rules have tests of their own. Here the engine must pass them what they need.
 LOSSLESS += [
@@ -258,6 +263,7 @@ OTHERS += [
     for method in ("streaming", "snapkv", "draft model in a ring", "dflash in a ring")
     for shape in SMALL
 ]
+OTHERS += [("token recycling", shape) for shape in ("chain", "adaptive", "static")]
 LOSSLESS += [pytest.param(*case, "independent", marks=pytest.mark.thorough) for case in OTHERS]
 
 

@@ -26,6 +26,7 @@ from specjax.drafters import (
     PEagle,
     PromptLookup,
     Streaming,
+    TokenRecycling,
     WithPrediction,
 )
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
@@ -68,6 +69,7 @@ IDS = np.array([0, 1, 3, 4, 7, 8, 10])
 METHODS = {
     "plain": lambda target, shape: NoDraft(),
     "prompt lookup": lambda target, shape: PromptLookup(draft=shape),
+    "token recycling": lambda target, shape: TokenRecycling(draft=shape),
     # Its only layer keeps a state.
     "early exit": lambda target, shape: EarlyExit(layers=1, draft=shape),
     "draft model": lambda target, shape: DraftModel(hybrid_like(target), draft=shape),
@@ -123,7 +125,8 @@ ALL = [
     (m, s)
     for m in METHODS
     for s in SHAPES
-    if m not in ("plain", "prompt lookup", "prediction") or s == "chain"
+    if (m not in ("plain", "prompt lookup", "prediction") or s == "chain")
+    and (m, s) != ("token recycling", "sampled")
 ]
 OFTEN = [("mtp", "static")]
 CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in OFTEN)) for case in ALL]

@@ -78,6 +78,8 @@ def is_allowed(a: str, x: str, b: str, y: str) -> bool:
     """Return whether two values of two factors go together. The others are refused by name."""
     match a, b:
         case "drafter", "draft":
+            if (x, y) == ("token recycling", "sampled"):
+                return False
             return y == "chain" or x not in ("none", "prompt lookup")
         case "drafter", "target":
             if x in _OF_EMBEDDED:

@@ -29,6 +29,7 @@ from specjax.drafters import (
     PromptLookup,
     SnapKV,
     Streaming,
+    TokenRecycling,
 )
 from specjax.drafters.shared_vocabulary import SharedVocabulary
 from specjax.drafts.shapes import DraftShape
@@ -150,6 +151,7 @@ def _some_tokens(kind: Any) -> Callable[[Target, DraftShape], Drafter]:
 DRAFTERS: dict[str, Callable[[Target, DraftShape], Drafter | None]] = {
     "none": lambda model, shape: None,
     "prompt lookup": lambda model, shape: PromptLookup(draft=shape),
+    "token recycling": lambda model, shape: TokenRecycling(draft=shape),
     "draft model": lambda model, shape: DraftModel(_similar(model), draft=shape),
     "draft model in a ring": lambda model, shape: DraftModel(
         _similar(model), draft=shape, cache=Streaming(sinks=1), budget=5
