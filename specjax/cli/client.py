@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from specjax.cli.grammars import read_grammar
+from specjax.cli.option_files import read_lines
 from specjax.client import CommittedEvent, Patience, ProvisionalEvent, TextEvent, TextReport
 from specjax.client.exchange import ServerRefusedError
 from specjax.client.link import LinkRefusedError
@@ -184,21 +184,6 @@ def tell(writer: Writer | PrivateWriter, *, as_object: bool, is_all_provisional:
                 print(event.text, end="", flush=True)
         print()
     print(summary(writer.report), file=sys.stderr)
-
-
-def read_lines(name: str, path: str) -> tuple[str, ...]:
-    """Return the lines of a file that are not blank; no lines if no file is named."""
-    if not path:
-        return ()
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{name}={path!r}: cannot be read ({error})") from None
-    if not (texts := tuple(line for line in lines if line.strip())):
-        raise InputError(
-            f"{name}={path!r}: the file is empty; write a line, or leave the option out"
-        )
-    return texts
 
 
 def as_json(report: TextReport) -> dict[str, Any]:

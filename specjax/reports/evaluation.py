@@ -1,10 +1,10 @@
 """The report of an evaluation: speed-up and acceptance, as a table, Markdown and a figure."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,6 +12,9 @@ from rich.table import Table
 
 from specjax.decoding.stats import Stats
 from specjax.evaluation import metrics
+from specjax.evaluation.lengths import Measure, StepCounts, mean_length
+from specjax.evaluation.protocols import AcceptanceProtocol, formula
+from specjax.evaluation.served import ServedAnswer, total_growth
 from specjax.reports import pictures, style
 
 if TYPE_CHECKING:
@@ -31,19 +34,32 @@ class MethodAnswer:
     """One method's answer to one turn.
 
     Attributes:
+        question: the index of the question.
         category: the category of the question.
         method: the name of the method.
         seconds: the seconds of each repeat.
         stats: the statistics of one row, which are the same in every repeat.
     """
 
+    question: int
     category: str
     method: str
     seconds: tuple[float, ...]
     stats: Stats
 
+    @property
+    def steps(self) -> StepCounts:
+        """The counts from which acceptance lengths are computed."""
+        acceptance = metrics.summarise(self.stats)
+        drafts = max(acceptance.drafted_at, default=0)
+        return StepCounts(acceptance.emitted, acceptance.steps, drafts, acceptance.accepted)
 
-def summarise(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> Results:
+
+def summarise(
+    answers: Sequence[MethodAnswer],
+    methods: Sequence[str],
+    protocol: AcceptanceProtocol | None = None,
+) -> Results:
     """Summarize answers by category, and all together.
 
     The figures of each method are:
@@ -54,22 +70,85 @@ def summarise(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> Result
     - ``acceptance_length_pooled``: all emitted tokens divided by all target passes;
     - ``acceptance_length_of_requests``: the mean of the answers' acceptance lengths, in which short
       and long answers have the same weight;
+    - ``acceptance_length_of_conversations``: the mean of the questions' acceptance lengths, each
+      of all turns together;
+    - ``acceptance_length_of_drafts``: 1 plus all accepted tokens divided by all passes with a
+      draft, as in vLLM;
+    - ``acceptance_length_by_protocol``, with a protocol: the figure that it reports;
     - ``acceptance_by_position``: for each depth, the share of the steps with a draft of that depth
       that emitted a token of it;
     - ``answers``: the number of answers.
     """
-    categories = list(dict.fromkeys(answer.category for answer in answers))
-    by_category = {
-        category: [answer for answer in answers if answer.category == category]
-        for category in categories
-    }
-    return {
-        name: _summary(part, methods)
-        for name, part in {**by_category, OVERALL: list(answers)}.items()
-    }
+    return {name: _summary(part, methods, protocol) for name, part in _by_category(answers).items()}
 
 
-def _summary(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+def summarise_served(
+    answers: Sequence[ServedAnswer], model: str, protocol: AcceptanceProtocol | None = None
+) -> Results:
+    """Summarize a server's answers by category, and all together, as `summarise` does.
+
+    There is one method, the model. The speed is that of requests that are sent one at a time. Where
+    the server does not count what a figure needs, the figure is None.
+    """
+    results: Results = {}
+    for name, part in _by_category(answers).items():
+        growth = total_growth(part)
+        steps = [(answer.question, answer.growth.steps) for answer in part]
+        tokens, seconds = sum(a.tokens for a in part), sum(a.seconds for a in part)
+        results[name] = {
+            model: {
+                "tokens_per_second": tokens / seconds,
+                **_lengths(steps, protocol),
+                "acceptance_by_position": [
+                    count / growth.drafts if growth.drafts else None
+                    for count in growth.accepted_at[: growth.draft_length]
+                ],
+                "answers": len(part),
+            }
+        }
+    return results
+
+
+def sum_counts(counts: Sequence[StepCounts]) -> StepCounts:
+    """Return the counts of several answers together."""
+    total = counts[0]
+    for more in counts[1:]:
+        total += more
+    return total
+
+
+_Answer = TypeVar("_Answer", MethodAnswer, ServedAnswer)
+
+
+def _by_category(answers: Sequence[_Answer]) -> dict[str, list[_Answer]]:
+    """Return the answers of each category in order, and all."""
+    categories = dict.fromkeys(answer.category for answer in answers)
+    parts = {name: [answer for answer in answers if answer.category == name] for name in categories}
+    return {**parts, OVERALL: list(answers)}
+
+
+def _lengths(
+    steps: Sequence[tuple[int, StepCounts]], protocol: AcceptanceProtocol | None
+) -> dict[str, float | None]:
+    """Return the acceptance lengths of answers, with the index of the question of each."""
+    total = sum_counts([counts for _, counts in steps])
+    measure: Measure = "passes" if total.has("passes") else "drafts"
+    lengths = {
+        "acceptance_length_pooled": mean_length(steps, measure, "pooled"),
+        "acceptance_length_of_requests": mean_length(steps, measure, "of_requests"),
+        "acceptance_length_of_conversations": mean_length(steps, measure, "of_conversations"),
+        "acceptance_length_of_drafts": mean_length(steps, "drafts", "pooled"),
+    }
+    if protocol is not None:
+        lengths["acceptance_length_by_protocol"] = mean_length(
+            steps, protocol.measure_for(total), protocol.mean
+        )
+    return lengths
+
+
+def _summary(
+    answers: Sequence[MethodAnswer], methods: Sequence[str], protocol: AcceptanceProtocol | None
+) -> dict[str, dict[str, Any]]:
     by_method = {
         method: [answer for answer in answers if answer.method == method] for method in methods
     }
@@ -83,10 +162,7 @@ def _summary(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> dict[st
             "tokens_per_second": float(np.median(speeds[method])),
             "speedup": float(np.median(speeds[method]) / np.median(speeds[PLAIN])),
             "spread": [float(ratios.min()), float(ratios.max())],
-            "acceptance_length_pooled": total.acceptance_length,
-            "acceptance_length_of_requests": float(
-                np.mean([metrics.summarise(a.stats).acceptance_length for a in part])
-            ),
+            **_lengths([(answer.question, answer.steps) for answer in part], protocol),
             "acceptance_by_position": list(total.by_position),
             "answers": len(part),
         }
@@ -99,48 +175,54 @@ def _speeds(answers: Sequence[MethodAnswer]) -> np.ndarray:
     return emitted / np.sum([answer.seconds for answer in answers], axis=0)
 
 
-_HEADINGS = (
-    "questions",
-    "method",
-    "tokens/s",
-    "speed-up",
-    "spread",
-    "length, pooled",
-    "length, of requests",
-    "by position",
-)
+def _number(name: str, form: str = "{:.2f}") -> Callable[[dict[str, Any]], str]:
+    return lambda values: "-" if values[name] is None else form.format(values[name])
+
+
+def _spread(values: dict[str, Any]) -> str:
+    low, high = values["spread"]
+    return f"{low:.2f}-{high:.2f}"
+
+
+def _positions(values: dict[str, Any]) -> str:
+    shares = values["acceptance_by_position"]
+    return " ".join("-" if share is None else f"{share:.2f}" for share in shares)
+
+
+def _columns(results: Results) -> dict[str, Callable[[dict[str, Any]], str]]:
+    """Return the text of a method's figures in each column, by the column's heading."""
+    first = next(iter(results[OVERALL].values()))
+    columns = {"tokens/s": _number("tokens_per_second", "{:,.1f}")}
+    if "speedup" in first:
+        columns |= {"speed-up": _number("speedup", "{:.2f}x"), "spread": _spread}
+    columns |= {
+        "length, pooled": _number("acceptance_length_pooled"),
+        "length, of requests": _number("acceptance_length_of_requests"),
+    }
+    if "acceptance_length_by_protocol" in first:
+        columns["length, by protocol"] = _number("acceptance_length_by_protocol")
+    return columns | {"by position": _positions}
+
+
+def _headings(results: Results) -> list[str]:
+    return ["questions", "method", *_columns(results)]
 
 
 def _rows(results: Results) -> list[tuple[str, ...]]:
-    rows = []
     # A single category equals the total.
     shown = results if len(results) > 2 else {OVERALL: results[OVERALL]}
-    for category, methods in shown.items():
-        for i, (method, values) in enumerate(methods.items()):
-            by_position = " ".join(
-                "-" if share is None else f"{share:.2f}"
-                for share in values["acceptance_by_position"]
-            )
-            low, high = values["spread"]
-            rows.append(
-                (
-                    category if i == 0 else "",
-                    method,
-                    f"{values['tokens_per_second']:,.1f}",
-                    f"{values['speedup']:.2f}x",
-                    f"{low:.2f}-{high:.2f}",
-                    f"{values['acceptance_length_pooled']:.2f}",
-                    f"{values['acceptance_length_of_requests']:.2f}",
-                    by_position,
-                )
-            )
-    return rows
+    columns = _columns(results).values()
+    return [
+        (category if i == 0 else "", method, *(column(values) for column in columns))
+        for category, methods in shown.items()
+        for i, (method, values) in enumerate(methods.items())
+    ]
 
 
 def table(results: Results) -> Table:
     """Return the results as a table for the terminal."""
-    rich_table = Table(*_HEADINGS)
-    for column in rich_table.columns[2:7]:
+    rich_table = Table(*_headings(results))
+    for column in rich_table.columns[2:-1]:
         column.justify = "right"
     for row in _rows(results):
         rich_table.add_row(*row, end_section=False)
@@ -157,11 +239,34 @@ def explanation(repeats: int, questions: int, device: str) -> str:
     )
 
 
-def markdown(results: Results, repeats: int, questions: int, device: str) -> str:
-    """Return the results as a Markdown table."""
-    lines = ["| " + " | ".join(_HEADINGS) + " |", "|" + "---|" * len(_HEADINGS)]
+def explanation_of_served(questions: int, address: str) -> str:
+    """Return a text that explains how the figures of a server were measured."""
+    return (
+        f"{questions} questions, one request at a time, to {address}; lengths from the growth of"
+        " its counters: pooled, all together; of requests, the mean over the answers."
+    )
+
+
+def explanation_of_protocol(
+    protocol: AcceptanceProtocol, measure: Measure, texts: Sequence[str]
+) -> str:
+    """Return a text that says how the protocol's figure is computed, and where a run differs."""
+    lines = [
+        f"Length by protocol {protocol.name} ({protocol.source}):"
+        f" {formula(measure, protocol.mean)}."
+    ]
+    lines += [f"Differs from the protocol: {text}." for text in texts]
+    return "\n".join(lines)
+
+
+def markdown(results: Results, explanations: Sequence[str]) -> str:
+    """Return the results as a Markdown table, with the explanations below."""
+    headings = _headings(results)
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     lines += ["| " + " | ".join(row) + " |" for row in _rows(results)]
-    return "\n".join([*lines, "", explanation(repeats, questions, device), ""])
+    for text in explanations:
+        lines += ["", *text.splitlines()]
+    return "\n".join([*lines, ""])
 
 
 @style.styled

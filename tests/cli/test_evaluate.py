@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from specjax.cli.main import main
 from specjax.drafts.shapes import Chain
@@ -67,6 +68,39 @@ def test_every_method_answers_every_turn(tiny_pair, questions, tmp_path, capsys)
     assert "medians of 2 interleaved runs" in text
     assert (tmp_path / "out" / "results.png").stat().st_size > 5000
     assert "retrieval" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_a_protocol_is_followed_and_differences_are_stated(
+    tiny_pair, questions, tmp_path, capsys
+) -> None:
+    target, _ = tiny_pair
+    template = tmp_path / "template.jinja"
+    # A prompt without the variable is an error, so --thinking must set it.
+    switch = "{{ raise_exception('unset') if thinking is not defined }}{{ thinking }}"
+    template.write_text(switch + TEMPLATE)
+    arguments = ["--target", target, "--questions", str(questions), "--max-new-tokens", "6"]
+    arguments += ["--protocol", "speed-bench", "--thinking", "on", "--repeats", "1"]
+    arguments += ["--drafter", f"{target}@chain:2", f"{target}@chain:1"]
+    arguments += ["--chat-template", str(template)]
+    output = tmp_path / "out"
+    assert main(["evaluate", *arguments, "--output", str(output)]) == 0
+    report = json.loads((output / "results.json").read_text())
+    assert list(report["results"]) == ["writing", "rag", "overall"]  # SPEED-Bench's own categories
+    assert report["protocol"] == {
+        "name": "speed-bench",
+        "differences": ["2 questions instead of 880", "max_new_tokens 6 instead of 4096"],
+    }
+    overall = report["results"]["overall"]
+    # The target drafts for itself.
+    assert overall[f"{target}@chain:2"]["acceptance_length_by_protocol"] == 3
+    assert overall[f"{target}@chain:1"]["acceptance_length_by_protocol"] == 2
+    (golden,) = output.glob("golden_al_*.yaml")
+    assert golden.read_text().startswith(
+        "# dataset: rag, writing | output_len: 6\n# temperature 0\n"
+    )
+    assert yaml.safe_load(golden.read_text()) == {"target": {"thinking_on": {1: 2.0, 2: 3.0}}}
+    assert "Differs from the protocol: 2 questions instead of 880." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -48,3 +48,40 @@ def test_a_line_that_is_no_question_is_named(line, tmp_path) -> None:
     (tmp_path / "question.jsonl").write_text('{"turns": ["fine"]}\n' + line + "\n")
     with pytest.raises(InputError, match=r"question\.jsonl:2: (it is )?not (a )?JSON"):
         read_questions(str(tmp_path / "question.jsonl"))
+
+
+def test_messages_of_speed_bench_are_turns(tmp_path) -> None:
+    file = tmp_path / "qualitative.jsonl"
+    records = [
+        {"category": name, "messages": [{"role": "user", "content": turn} for turn in turns]}
+        for name, turns in (("coding", ["Sort.", "Faster."]), ("writing", ["Write."]))
+    ]
+    file.write_text("\n".join(map(json.dumps, records)))
+    assert read_questions(str(file), tasks={}) == [
+        Question("coding", ("Sort.", "Faster.")),
+        Question("writing", ("Write.",)),
+    ]
+    assert read_questions(str(file), tasks={}, categories=("writing",)) == [
+        Question("writing", ("Write.",))
+    ]
+    with pytest.raises(
+        InputError, match=r"categories='rag': .*give one or more of coding, writing"
+    ):
+        read_questions(str(file), tasks={}, categories=("writing", "rag"))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": [{"role": "assistant", "content": "Yes."}]}, "a message is not the user's"),
+        (
+            {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING A TOOL"]},
+            "SPEED-Bench's own script",
+        ),
+    ],
+)
+def test_lines_without_the_users_text_are_refused(record, words, tmp_path) -> None:
+    file = tmp_path / "question.jsonl"
+    file.write_text(json.dumps(record))
+    with pytest.raises(InputError, match=rf"question\.jsonl:1: .*{words}"):
+        read_questions(str(file))
