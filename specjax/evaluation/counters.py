@@ -44,6 +44,13 @@ class Counters:
             SGLang's names.
         stated_length: the number of tokens of a draft as the server states it now; None: it does
             not.
+
+    Examples:
+        >>> from specjax.evaluation.counters import Counters
+        >>> before = Counters("sglang", 10, 4, None, None, (), 3)
+        >>> growth = Counters("sglang", 16, 6, None, None, (), 3).since(before)
+        >>> growth.generated, growth.drafts, growth.steps.length("passes")
+        (6, 2, 3.0)
     """
 
     names: Names
@@ -106,13 +113,6 @@ class Counters:
 
         Raises:
             InputError: a counter is smaller than before.
-
-        Examples:
-            >>> from specjax.evaluation.counters import Counters
-            >>> before = Counters("sglang", 10, 4, None, None, (), 3)
-            >>> growth = Counters("sglang", 16, 6, None, None, (), 3).since(before)
-            >>> growth.generated, growth.drafts, growth.steps.length("passes")
-            (6, 2, 3.0)
         """
         at = zip_longest(self.accepted_at, before.accepted_at, fillvalue=0)
         growth = Counters(

@@ -34,6 +34,15 @@ class AcceptanceProtocol:
         draft: the shape of the drafts, as its text; empty: any.
         only: the task whose questions are answered; empty: all.
         tasks: the task of a category, which replaces it in tables.
+
+    Examples:
+        >>> from specjax.evaluation.protocols import PROTOCOLS
+        >>> from specjax.evaluation.questions import Question
+        >>> protocol = PROTOCOLS["vllm-80"]
+        >>> protocol.max_new_tokens, protocol.measure, protocol.mean
+        (256, 'drafts', 'pooled')
+        >>> protocol.select([Question("mt-bench", ("Why?", "And how?")), Question("rag", ("Who?",))])
+        [Question(category='mt-bench', turns=('Why?',))]
     """
 
     name: ProtocolName
@@ -51,12 +60,8 @@ class AcceptanceProtocol:
     def select(self, questions: Sequence[Question]) -> list[Question]:
         """Return the questions of the protocol, with the turns that are answered.
 
-        Examples:
-            >>> from specjax.evaluation.protocols import PROTOCOLS
-            >>> from specjax.evaluation.questions import Question
-            >>> questions = [Question("mt-bench", ("Why?", "And how?")), Question("rag", ("Who?",))]
-            >>> PROTOCOLS["vllm-80"].select(questions)
-            [Question(category='mt-bench', turns=('Why?',))]
+        Raises:
+            InputError: there are none.
         """
         selected = [
             Question(question.category, question.turns[: self.turns])
