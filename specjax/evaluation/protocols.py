@@ -41,7 +41,8 @@ class AcceptanceProtocol:
         >>> protocol = PROTOCOLS["vllm-80"]
         >>> protocol.max_new_tokens, protocol.measure, protocol.mean
         (256, 'drafts', 'pooled')
-        >>> protocol.select([Question("mt-bench", ("Why?", "And how?")), Question("rag", ("Who?",))])
+        >>> questions = [Question("mt-bench", ("Why?", "And how?")), Question("rag", ("Who?",))]
+        >>> protocol.select(questions)
         [Question(category='mt-bench', turns=('Why?',))]
     """
 
