@@ -88,6 +88,22 @@ class Counters:
         length = math.ceil(mean)
         return length if length - mean <= _SHORTER_AT_MOST else None
 
+    def by_position(self) -> list[float]:
+        """Return the accepted share of the drafts for each position of a draft.
+
+        Positions that no draft reached are left out; if the drafts varied in length, those without
+        an accepted token.
+
+        Examples:
+            >>> from specjax.evaluation.counters import Counters
+            >>> Counters("vllm", 30, 10, 30, 16, (9, 7, 0, 0, 0), None).by_position()
+            [0.9, 0.7, 0.0]
+        """
+        if not self.drafts:
+            return []
+        reached = max((i for i, count in enumerate(self.accepted_at, 1) if count), default=0)
+        return [count / self.drafts for count in self.accepted_at[: self.draft_length or reached]]
+
     def plus(self, more: "Counters") -> "Counters":
         """Return what they grew by together with what they grew by later.
 

@@ -99,10 +99,7 @@ def summarise_served(
             model: {
                 "tokens_per_second": tokens / seconds,
                 **_lengths(steps, protocol),
-                "acceptance_by_position": [
-                    count / growth.drafts if growth.drafts else None
-                    for count in growth.accepted_at[: growth.draft_length]
-                ],
+                "acceptance_by_position": growth.by_position(),
                 "answers": len(part),
             }
         }

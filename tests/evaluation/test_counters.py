@@ -72,3 +72,17 @@ def test_growth_is_refused_if_a_counter_went_back() -> None:
 def test_a_draft_length_is_that_of_nearly_all_drafts(drafted, length) -> None:
     drafts = 20 if drafted else 0
     assert Counters("vllm", 99, drafts, drafted, 0, (0,) * 16, None).draft_length == length
+
+
+@pytest.mark.parametrize(
+    ("drafts", "drafted", "shares"),
+    [
+        (10, 30, [0.9, 0.4, 0.0]),  # chains of 3
+        (10, 26, [0.9, 0.4]),  # of several lengths
+        (0, 0, []),
+    ],
+)
+def test_positions_that_no_draft_reached_are_left_out(drafts, drafted, shares) -> None:
+    accepted_at = (9, 4, 0, 0, 0) if drafts else (0, 0, 0, 0, 0)
+    counters = Counters("vllm", 30, drafts, drafted, sum(accepted_at), accepted_at, None)
+    assert counters.by_position() == shares
