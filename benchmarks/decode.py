@@ -234,6 +234,9 @@ def drafters_of(draft: Target, exit_layers: int) -> dict[str, Drafter | None]:
         ),
         "draft model, adaptive 16": DraftModel(draft, draft=specjax.Chain(16, stop_below=0.4)),
         "prompt lookup, 8": specjax.PromptLookup(draft=specjax.Chain(8)),
+        "token recycling, dynamic 16": specjax.TokenRecycling(
+            draft=specjax.DynamicTree(top_k=4, depth=5, nodes=16)
+        ),
         f"early exit after {exit_layers}, chain 2": specjax.EarlyExit(
             exit_layers, draft=specjax.Chain(2)
         ),

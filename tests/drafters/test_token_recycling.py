@@ -37,7 +37,7 @@ def table_of(lists: dict[int, list[tuple[int, float]]], vocab: int = 11, size: i
     for token, entries in lists.items():
         for rank, (following, probability) in enumerate(entries):
             tokens[0, token, rank], logprobs[0, token, rank] = following, np.log(probability)
-    return AdjacencyTable(jnp.asarray(tokens), jnp.asarray(logprobs, jnp.bfloat16))
+    return AdjacencyTable(jnp.asarray(tokens), jnp.asarray(logprobs))
 
 
 @partial(jax.jit, static_argnames="rule")

@@ -47,15 +47,15 @@ class AdjacencyTable:
     Attributes:
         tokens: ``[B, V, k]`` int32, the next tokens, the likeliest first; `NO_SUCCESSOR` if a place
             is empty.
-        logprobs: ``[B, V, k]`` bfloat16, the target's log-probability of each when it was stored;
-            an estimate for tokens that come from a prompt. -inf if a place is empty.
+        logprobs: ``[B, V, k]`` float32, the target's log-probability of each when it was stored; an
+            estimate for tokens that come from a prompt. -inf if a place is empty.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
 
     def after(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the lists ``[B, n, k]`` of next tokens and of log-probabilities, in float32.
+        """Return the lists ``[B, n, k]`` of next tokens and of log-probabilities.
 
         ``tokens [B, n]`` may have `NO_SUCCESSOR`, after which nothing comes.
         """
@@ -64,7 +64,7 @@ class AdjacencyTable:
         nothing = (tokens == NO_SUCCESSOR)[..., None]
         return (
             jnp.where(nothing, NO_SUCCESSOR, self.tokens[entry]),
-            jnp.where(nothing, -jnp.inf, self.logprobs[entry].astype(jnp.float32)),
+            jnp.where(nothing, -jnp.inf, self.logprobs[entry]),
         )
 
     def put(
@@ -78,7 +78,7 @@ class AdjacencyTable:
         entry = rows, jnp.where(wins, tokens, self.tokens.shape[1])  # outside: dropped
         return AdjacencyTable(
             tokens=self.tokens.at[entry].set(likely, mode="drop"),
-            logprobs=self.logprobs.at[entry].set(logprobs.astype(self.logprobs.dtype), mode="drop"),
+            logprobs=self.logprobs.at[entry].set(logprobs, mode="drop"),
         )
 
 
@@ -95,7 +95,7 @@ class TokenRecycling(Drafter[AdjacencyTable]):
     that the target is likely to draw. The table belongs to one text, and not to all texts.
 
     Attributes:
-        successors: the number of next tokens that are stored for each token, k. A row stores 6 k
+        successors: the number of next tokens that are stored for each token, k. A row stores 8 k
             bytes for each token of the vocabulary.
         draft: the shape of the drafts: any but a `SampledTree`, because tokens are looked up and
             not sampled. No node has more than ``successors`` children.
@@ -151,7 +151,7 @@ class TokenRecycling(Drafter[AdjacencyTable]):
                 jnp.full(shape, value, dtype), ("batch", None, None), {}, target.mesh
             )
 
-        return AdjacencyTable(empty(NO_SUCCESSOR, jnp.int32), empty(-jnp.inf, jnp.bfloat16))
+        return AdjacencyTable(empty(NO_SUCCESSOR, jnp.int32), empty(-jnp.inf, jnp.float32))
 
     def prompts_read(
         self,
