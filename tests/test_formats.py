@@ -26,13 +26,18 @@ import specjax
 from specjax.assets import embedded
 from specjax.chips import Chip
 from specjax.cli import client, env
+from specjax.cli.evaluate_server import ServerMeasurement
 from specjax.cli.main import COMMANDS, Command, Group, main
 from specjax.client.events import TextReport
 from specjax.drafters import Eagle3, chat_variables
 from specjax.drafters.registry import METHODS
 from specjax.evaluation import losslessness
+from specjax.evaluation.protocols import PROTOCOLS
+from specjax.evaluation.questions import Question
+from specjax.evaluation.served import MeasuredServer
 from specjax.lowering.compiled import Compiled
 from specjax.models import fingerprint
+from specjax.reports.evaluation import OVERALL, PLAIN, summarise
 from specjax.reports.growth import Moment
 from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
@@ -46,6 +51,8 @@ from specjax.training.step import TrainState
 from specjax.training.written import WrittenTokens
 from specjax.wire import messages
 from tests.conftest import tiny_target
+from tests.evaluation.stub_server import MadeUpAnswer, VLLMMetrics, stub_server
+from tests.reports.test_evaluation import ANSWERS
 from tests.serving.http.interfaces import TEXTS, chat_service, post, stream
 from tests.serving.http.made_up import MadeUpEngine
 from tests.serving.http.test_app import ask, events, service_of
@@ -257,9 +264,30 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Names:
         "evaluate --lossless": losslessness.LosslessnessVerdict,
     }
     paths |= {name: sorted(_fields(kind)) for name, kind in classes.items()}
+    figures = summarise(ANSWERS, [PLAIN, "a"], PROTOCOLS["vllm-80"])
+    paths["figures of evaluate"] = sorted(figures[OVERALL]["a"])
+    paths["evaluate --server"] = sorted(set(_paths(measured_server())))
     tokens = WrittenTokens.of_turns([([5, 6], [7])], "a fingerprint", {"enable_thinking": False})
     paths["tokens of a data set"] = sorted(tokens.record())
     return paths
+
+
+def measured_server() -> dict[str, Any]:
+    """Return what a measurement of a server writes beside its settings and figures."""
+    with stub_server(VLLMMetrics(3), [MadeUpAnswer("a", 4, (1, 1))]) as stub:
+        measurement = ServerMeasurement(
+            model=MeasuredServer(stub.url),
+            questions=[Question("mt-bench", ("Why?",))],
+            protocol=PROTOCOLS["vllm-80"],
+            max_new_tokens=4,
+            sampling={"temperature": 0.0},
+            seed=0,
+            thinking=None,
+            variables={},
+            settings={},
+        )
+        content = measurement.run().content
+    return {name: content[name] for name in ("server", "protocol")}
 
 
 # --- checkpoints and fingerprints -----------------------------------------------------------------

@@ -28,7 +28,6 @@ ANSWERS = [
 
 @pytest.fixture(autouse=True)
 def _direct(monkeypatch) -> None:
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(served, "_PAUSE_SECONDS", 0.001)
 
 

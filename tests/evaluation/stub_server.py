@@ -12,12 +12,14 @@ the moments of their sources:
 """
 
 import json
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
+from unittest.mock import patch
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -171,7 +173,10 @@ def stub_server(metrics: StubMetrics, answers: Sequence[MadeUpAnswer]) -> Iterat
         def log_message(self, format: str, *args: Any) -> None:
             """Print nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with (
+        patch.dict(os.environ, {"no_proxy": "127.0.0.1"}),
+        ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server,
+    ):
         stub.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
