@@ -193,6 +193,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
             sampling=used_sampling(config),
             has_template=chat,
             measure=measure,
+            thinking=config.thinking,
             drafts={name: str(drafter.draft_shape) for name, drafter in drafters.items()},
         )
         texts += [cut] if asking.cut else []
@@ -220,6 +221,10 @@ def _check(config: EvaluateConfig) -> None:
         raise InputError(
             "lossless=True: it measures no acceptance; leave out protocol, server and thinking"
         )
+    if config.thinking and config.chat is False:
+        raise InputError(
+            f"thinking={config.thinking!r}: the chat template switches it; leave out chat=False"
+        )
     for name in ("served_model_name", "api_key_file"):
         if getattr(config, name) and not config.server:
             raise InputError(f"{name}={getattr(config, name)!r}: it requires --server")
@@ -230,6 +235,11 @@ def _options(config: EvaluateConfig) -> GenerationOptions:
     if config.lossless and grammar is not None:
         raise InputError(
             "lossless=True: it tests free text; leave out json_schema, regex and choice"
+        )
+    if config.protocol and grammar is not None:
+        raise InputError(
+            f"protocol={config.protocol!r}: its answers are free text; leave out json_schema, regex"
+            " and choice"
         )
     options = pipeline.settings(
         max_new_tokens=config.max_new_tokens,

@@ -86,6 +86,7 @@ class ServerMeasurement:
                 sampling=self.sampling,
                 has_template=self.model.chat,
                 measure=measure,
+                thinking=self.thinking,
                 drafts={}
                 if growth.draft_length is None
                 else {self.model.name: f"chain of {growth.draft_length}"},

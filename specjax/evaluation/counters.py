@@ -24,6 +24,7 @@ Names = Literal["vllm", "sglang"]
 _VLLM_DRAFTS = "vllm:spec_decode_num_drafts_total"
 _VLLM_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 _SGLANG_PASSES = "sglang:spec_verify_calls_total"
+_SGLANG_STEPS = "sglang:spec_num_steps"
 _SGLANG_GAUGE = "sglang:spec_accept_length"
 
 _SHORTER_AT_MOST = 0.2
@@ -180,12 +181,16 @@ def read_counters(metrics: str) -> Counters:
     """
     totals: defaultdict[str, float] = defaultdict(float)
     positions: Counter[int] = Counter()
+    # Every process of a server reports its gauges, which have the same value.
+    gauges = dict.fromkeys((_SGLANG_STEPS, _SGLANG_GAUGE), 0.0)
     try:
         for family in text_string_to_metric_families(metrics):
             for sample in family.samples:
                 if sample.name == _VLLM_BY_POSITION:
                     positions[int(sample.labels["position"])] += int(sample.value)
-                elif sample.name.startswith(("vllm:", "sglang:")) and sample.value == sample.value:
+                elif sample.name in gauges:
+                    gauges[sample.name] = max(gauges[sample.name], sample.value)
+                elif sample.name.startswith(("vllm:", "sglang:")) and math.isfinite(sample.value):
                     totals[sample.name] += sample.value
     except (ValueError, KeyError, IndexError) as error:
         raise InputError(
@@ -215,12 +220,12 @@ def read_counters(metrics: str) -> Counters:
             drafted=None,
             accepted=None,
             accepted_at=(),
-            stated_length=count("sglang:spec_num_steps") or None,
+            stated_length=round(gauges[_SGLANG_STEPS]) or None,
         )
     older = (
         f" It has {_SGLANG_GAUGE}, a gauge of the newest steps, from which nothing can be"
         " summed: use a newer SGLang."
-        if _SGLANG_GAUGE in totals
+        if gauges[_SGLANG_GAUGE]
         else ""
     )
     raise InputError(

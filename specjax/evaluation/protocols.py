@@ -32,6 +32,7 @@ class AcceptanceProtocol:
         mean: how the lengths of several answers become one.
         source: the file that states the settings.
         draft: the shape of the drafts, as its text; empty: any.
+        may_think: whether the model may be told to think, or not to.
         only: the task whose questions are answered; empty: all.
         tasks: the task of a category, which replaces it in tables.
 
@@ -55,6 +56,7 @@ class AcceptanceProtocol:
     mean: Mean
     source: str
     draft: str = ""
+    may_think: bool = False
     only: str = ""
     tasks: Mapping[str, str] = field(default_factory=lambda: SPEC_BENCH)
 
@@ -95,6 +97,7 @@ PROTOCOLS: dict[ProtocolName, AcceptanceProtocol] = {
             measure="passes",
             mean="of_conversations",
             source="examples/specdec_bench of github.com/NVIDIA/Model-Optimizer",
+            may_think=True,
             tasks={},
         ),
         AcceptanceProtocol(
@@ -153,6 +156,7 @@ def differences(
     sampling: Mapping[str, float],
     has_template: bool,
     measure: Measure,
+    thinking: str | None = None,
     drafts: Mapping[str, str] = {},
 ) -> list[str]:
     """Return in which settings a run differs from a protocol, one text for each.
@@ -165,6 +169,7 @@ def differences(
             beside the temperature are the ones that are in use.
         has_template: whether a chat template is applied.
         measure: how the acceptance lengths are computed.
+        thinking: "on" or "off" if the model was told so.
         drafts: the shape of each drafter's drafts, as its text, by the drafter's name.
 
     Examples:
@@ -192,6 +197,8 @@ def differences(
             texts.append(f"{name} {value:g} instead of {stated[name]:g}")
     if not has_template:
         texts.append("no chat template")
+    if thinking is not None and not protocol.may_think:
+        texts.append(f"thinking {thinking}, which the protocol does not set")
     if measure != protocol.measure:
         texts.append(
             f"length as {_FORMULAS[measure]} instead of {_FORMULAS[protocol.measure]}, which was"

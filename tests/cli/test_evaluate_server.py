@@ -137,6 +137,8 @@ def test_other_requests_are_reported(questions, tmp_path, capsys) -> None:
         pytest.param(
             ["--thinking", "on"], "the chat template has no switch", marks=pytest.mark.full
         ),
+        (["--thinking", "on", "--chat", "False"], "the chat template switches it"),
+        (["--protocol", "vllm-80", "--regex", "a+"], "its answers are free text"),
         (["--categories", "poems"], "categories='poems'"),
     ],
 )

@@ -95,7 +95,9 @@ class SGLangMetrics:
         if has_counter:
             gauges["sglang:spec_num_steps"] = length
         for name, value in gauges.items():
-            Gauge(name, "made up", names, registry=self.registry).labels(**self._labels).set(value)
+            gauge = Gauge(name, "made up", [*names, "tp_rank"], registry=self.registry)
+            for rank in "01":
+                gauge.labels(NAME, rank).set(value)
         self._generated = Counter(
             "sglang:generation_tokens_total", "made up", names, registry=self.registry
         )

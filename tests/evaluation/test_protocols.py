@@ -52,6 +52,7 @@ def test_settings(name, tokens, mean, measure, turns) -> None:
             "top_p 0.9, which the protocol does not have",
         ),
         ({"has_template": False}, "no chat template"),
+        ({"thinking": "on"}, "thinking on, which the protocol does not set"),
         (
             {"measure": "passes"},
             "length as emitted tokens / passes of the target instead of 1 + accepted tokens /"
@@ -62,6 +63,10 @@ def test_settings(name, tokens, mean, measure, turns) -> None:
 )
 def test_a_difference_is_stated(change, text) -> None:
     assert differences(PROTOCOLS["vllm-80"], **SAME["vllm-80"] | change) == [text]
+
+
+def test_speed_bench_may_think() -> None:
+    assert differences(PROTOCOLS["speed-bench"], **SAME["speed-bench"], thinking="on") == []
 
 
 def test_a_file_without_the_protocols_questions_is_refused() -> None:
