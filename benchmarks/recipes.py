@@ -9,6 +9,7 @@ of a step does not grow with them: they have no gradient. The weights of the lay
 out are added by arithmetic. `--layers 0` compiles the whole target.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -167,7 +168,7 @@ def compile_cell(recipe: str, target: str, chips: Chips, layers: int, limit: flo
     programs = {
         name: value
         for name, value in report.items()
-        if isinstance(value, dict) and "memory" in value
+        if isinstance(value, dict) and "a_step" in value
     }
     # Their weights lie on the chips of the mesh's second axis.
     absent = 2 * (parameter_count(whole) - parameter_count(part)) // mesh[1]
@@ -197,6 +198,7 @@ def bytes_on_a_chip(record: Mapping[str, Any]) -> int:
 # --- hours, by arithmetic -------------------------------------------------------------------------
 
 
+@functools.cache
 def operations(config: TrainConfig, target: ModelConfig) -> float:
     """Return the operations of a training for one token of a window, without recomputation.
 

@@ -36,7 +36,12 @@ class MetricWriter(Protocol):
 
 
 def check_logging(logging: str) -> None:
-    """Raise ConfigError if the package of a service is not installed. Nothing is imported."""
+    """Raise ConfigError if the package of a service is not installed. Nothing is imported.
+
+    Examples:
+        >>> from specjax.training.metric_writers import check_logging
+        >>> check_logging("tensorboard")
+    """
     if logging == "wandb" and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             "logging='wandb' needs the package wandb: pip install 'specjax[wandb]'; or choose"
@@ -55,6 +60,13 @@ def open_writer(config: TrainConfig, output: Path, start: int) -> MetricWriter:
     Raises:
         ConfigError: The package of the service is not installed, or Weights & Biases refuses the
             run, for example without a login.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from specjax.training.config import TrainConfig
+        >>> from specjax.training.metric_writers import open_writer
+        >>> with open_writer(TrainConfig(logging="none"), Path("run"), start=0) as writer:
+        ...     writer.write(1, {"loss": 2.5})
     """
     check_logging(config.logging)
     if config.logging == "tensorboard":

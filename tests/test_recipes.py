@@ -1,0 +1,90 @@
+"""The table of recipes: which cells it has, and the arithmetic of its hours."""
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import recipes
+from specjax.chips import find_chip
+from specjax.config import load_yaml
+from specjax.models.published import parameter_count, published
+from specjax.training.config import TrainConfig
+
+V5P, H100S, _, V5E, H100 = recipes.OFFERS
+
+
+def test_every_recipe_names_its_target() -> None:
+    for recipe, target, _ in recipes.cells():
+        config = load_yaml(TrainConfig, f"configs/{recipe}.yaml")
+        plain = config.method.target.lower().partition("/")[2]
+        assert plain.startswith(target)
+        assert config.method.name == recipe.partition("_")[0]
+
+
+def test_large_targets_are_split() -> None:
+    assert recipes.mesh_of("qwen3-8b", H100S) == (8, 1)
+    assert recipes.mesh_of("qwen3-32b", H100S) == (2, 4)
+    assert recipes.mesh_of("qwen3-8b", V5E) == (1, 8)
+    assert recipes.mesh_of("qwen3-8b", V5P) == (4, 1)
+    assert recipes.mesh_of("qwen3-32b", H100) == (1, 1)
+
+
+@pytest.mark.parametrize("target", ["qwen3-8b", "gpt-oss-20b", "gemma-4-e4b"])
+def test_a_cut_target_is_its_first_layers(target) -> None:
+    whole = published(target)
+    part = recipes.cut(whole, 6)
+    assert part.num_layers == 6
+    assert [part.window_of(layer) for layer in range(6)] == [
+        whole.window_of(layer) for layer in range(6)
+    ]
+    assert recipes.cut(whole, 0) is whole
+    assert parameter_count(part) < parameter_count(whole) / 2
+
+
+@pytest.mark.full
+def test_hours_are_operations_at_a_share_of_the_peak() -> None:
+    """Count the operations of EAGLE-3 by hand, without attention, which adds a few percent."""
+    config = load_yaml(TrainConfig, "configs/eagle3_qwen3_8b.yaml")
+    target = published("qwen3-8b")
+    embedding = 151936 * 4096
+    read = 2 * (parameter_count(target) - embedding)
+    layer = 2 * 8192 * 1024 + 8192 * 4096 + 4096 * 4096 + 3 * 4096 * 12288
+    drafter = 7 * 6 * (layer + 4096 * 32000) + 4 * 3 * 4096 * 4096
+    counted = recipes.operations(config, target)
+    assert 1.0 < counted / (read + drafter) < 1.06
+    on_a_chip = recipes.hours(config, target, find_chip("h100"), 1, 0.4)
+    assert on_a_chip == pytest.approx(50_000 * 8 * 2048 * counted / (989.4e12 * 0.4) / 3600)
+    assert recipes.hours(config, target, find_chip("h100"), 8, 0.2) == pytest.approx(on_a_chip / 4)
+
+
+def test_a_cell_is_compiled_in_another_process_and_its_memory_is_completed(monkeypatch) -> None:
+    memory = {"arguments": 10, "temporaries": 5, "results": 1}
+    program = {"memory": memory, "seconds": 1.2, "a_step": {"cycles": 7}}
+    report = {"chip": {"memory": 1}, "step": program}
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return SimpleNamespace(returncode=0, stdout=json.dumps(report), stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    record = recipes.compile_cell("dflash_qwen3_32b", "qwen3-32b", H100S, 6, 1.0)
+    assert commands[0][commands[0].index("--mesh") + 1 :][:2] == ["2", "4"]
+    # 58 of the 64 layers are absent, split over four chips.
+    assert record["absent"] == pytest.approx(2 * 58 / 64 * 31.2e9 / 4, rel=0.02)
+    assert recipes.bytes_on_a_chip(record) == record["absent"] + 16
+    monkeypatch.setattr(recipes, "hours", lambda *_: 12.3)
+    row = recipes.table({"dflash_qwen3_32b on H100 x 8": record}, 0.4).splitlines()
+    (line,) = [line for line in row if "`dflash_qwen3_32b` | H100 x 8" in line]
+    assert "| fits | 12 |" in line
+
+
+def test_a_refusal_is_recorded(monkeypatch) -> None:
+    ended = SimpleNamespace(
+        returncode=2, stdout="", stderr="a warning\nspecjax: error: too large\n"
+    )
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    record = recipes.compile_cell("eagle3_qwen3_8b", "qwen3-8b", H100, 6, 1.0)
+    assert record == {"refused": "specjax: error: too large"}
