@@ -61,8 +61,7 @@ def encode_documents(
         tally: counts the conversations that the template refuses.
 
     Raises:
-        ConfigError: The tokenizer has no chat template, or it marks no token as the assistant's. Or
-            the tally allows no refused conversation.
+        ConfigError: The tokenizer has no chat template, or the tally allows no refused conversation.
     """
     _check_template(tokenizer)
     encoded: list[Encoded | None] = []
@@ -72,8 +71,6 @@ def encode_documents(
         except UnusableRecordError as error:
             tally.leave_out(error)
             encoded.append(None)
-    tally.check()
-    check_marks(tokenizer, list(filter(None, encoded)))
     return encoded
 
 
@@ -105,21 +102,18 @@ def encode_document(tokenizer: Any, document: Document, responses_only: bool) ->
         ) from None
 
 
-def report_reasoning(tokenizer: Any, documents: Sequence[Document], source: str) -> None:
+def report_reasoning(tokenizer: Any, count: int, documents: int, source: str) -> None:
     """Print how many conversations have reasoning, if the template does not write it.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        documents: conversations.
+        count: the number of conversations with reasoning.
+        documents: the number of all conversations.
         source: the argument and its value, for the message.
     """
-    count = sum(
-        any(message.get("thinking") for message in document.messages or ())
-        for document in documents
-    )
     if count and not writes_reasoning(tokenizer):
         say(
-            f"{source}: {count:,} of {len(documents):,} conversations have reasoning, which the"
+            f"{source}: {count:,} of {documents:,} conversations have reasoning, which the"
             " chat template leaves out; only their answers are learnt"
         )
 

@@ -36,6 +36,9 @@ class DataConfig:
         holdout: the share of the documents that is held out for evaluation.
         max_unusable: the largest share of the records that may be left out because they cannot be
             used; 0 refuses the first.
+        cache: a directory for the tokenized data, which several runs and hosts may share. The data
+            are then read from there as memory maps, and tokenized once. Empty: they are held in
+            memory.
 
     Examples:
         >>> from specjax.training.config import DataConfig
@@ -53,6 +56,7 @@ class DataConfig:
     batch: int = 8
     holdout: float = 0.02
     max_unusable: float = MAX_UNUSABLE
+    cache: str = ""
 
 
 @dataclass(frozen=True)

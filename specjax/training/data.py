@@ -3,10 +3,11 @@
 The order can be resumed at any batch.
 """
 
+import json
 import zlib
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import grain
@@ -14,6 +15,7 @@ import numpy as np
 import tokenizers
 
 from specjax.config import ConfigError
+from specjax.files import replacing
 from specjax.progress import say
 from specjax.templates import (
     have_same_effect,
@@ -25,8 +27,16 @@ from specjax.templates import (
 from specjax.training import chat, fingerprint
 from specjax.training.config import DataConfig
 from specjax.training.contract import Windows
-from specjax.training.documents import check_one_kind, find_origin, hash_of, read_documents
+from specjax.training.documents import (
+    check_one_kind,
+    find_origin,
+    hash_of,
+    hash_of_source,
+    iterate_documents,
+    read_documents,
+)
 from specjax.training.records import Document
+from specjax.training.stored_windows import WindowsWriter, check_windows, read_windows
 from specjax.training.tokenizer import begin_token, encode_texts, read_tokenizer, train_tokenizer
 from specjax.training.unusable import RecordTally, UnusableRecordError
 from specjax.training.written import WrittenTokens
@@ -53,21 +63,25 @@ def split_documents(
         held_out_by: the rule.
     """
 
-    def is_held_out(document: Document) -> bool:
-        if held_out_by == "name":
-            return zlib.crc32(document.name.encode(errors="replace")) / 2**32 < holdout
-        return int(hash_of(find_origin(document))[:8], 16) / 2**32 < holdout
-
     sides: tuple[list[Document], list[Document]] = [], []
     for document in documents:
-        sides[is_held_out(document)].append(document)
-    train, held_out = sides
+        sides[_is_held_out(document, holdout, held_out_by)].append(document)
+    _check_sides(len(sides[0]), len(sides[1]), holdout)
+    return sides
+
+
+def _is_held_out(document: Document, holdout: float, held_out_by: HeldOutBy) -> bool:
+    if held_out_by == "name":
+        return zlib.crc32(document.name.encode(errors="replace")) / 2**32 < holdout
+    return int(hash_of(find_origin(document))[:8], 16) / 2**32 < holdout
+
+
+def _check_sides(train: int, held_out: int, holdout: float) -> None:
     if not train or not held_out:
         raise ConfigError(
-            f"data.holdout={holdout}: it leaves {len(train)} documents to train on and"
-            f" {len(held_out)} held out; change it, or give more documents"
+            f"data.holdout={holdout}: it leaves {train} documents to train on and {held_out} held"
+            " out; change it, or give more documents"
         )
-    return train, held_out
 
 
 def pack(
@@ -101,12 +115,7 @@ def pack(
     segments = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d) for d in documents])
     is_first = np.append(False, segments[1:] != segments[:-1])
     counts &= ~is_first if begin is None else ~is_first | (tokens == begin)
-    windows = (len(tokens) - 1) // window
-    if windows < 1:
-        raise ConfigError(
-            f"data.window={window}: the text has only {len(tokens)} tokens; give a shorter window"
-            " or more text"
-        )
+    windows = max((len(tokens) - 1) // window, 0)
     index = np.arange(windows)[:, None] * window + np.arange(window + 1)[None]
     packed = {
         "tokens": tokens[index],
@@ -114,17 +123,22 @@ def pack(
         "loss_mask": counts[index[:, 1:]],
     }
     useful = packed["loss_mask"].any(axis=1)
-    if not useful.any():
-        raise ConfigError(
-            f"data.source: none of the {windows} windows has a label that counts; give other"
-            " documents"
-        )
+    check_windows(windows, int(useful.sum()), len(tokens), window)
     return {name: array[useful] for name, array in packed.items()}
 
 
 def count_labels(packed: Windows, vocab: int) -> np.ndarray:
     """Count how often each token is a label that counts, ``[vocab]``."""
-    return np.bincount(packed["tokens"][:, 1:][packed["loss_mask"]], minlength=vocab)
+    counts = np.zeros(vocab, np.int64)
+    for begin in range(0, len(packed["tokens"]), _ROWS):  # the windows may be memory maps
+        rows = slice(begin, begin + _ROWS)
+        labels = packed["tokens"][rows, 1:][packed["loss_mask"][rows]]
+        counts += np.bincount(labels, minlength=vocab)
+    return counts
+
+
+_ROWS = 4096
+"""The number of windows that are read at once."""
 
 
 class PackedWindows(grain.sources.RandomAccessDataSource):
@@ -206,27 +220,125 @@ def prepare(
         InputError: The configuration cannot be used, or more records than ``config.max_unusable``
             allows.
     """
-    source = f"data.source={config.source!r}"
     tally = tally or RecordTally(config.source, limit=config.max_unusable)
+    if config.cache:
+        return _prepare_stored(config, end, vocab, held_out_by, tally)
     documents = read_documents(config.source, tally=tally)
-    has_chats = check_one_kind(documents, source)
-    train, held_out = split_documents(documents, config.holdout, held_out_by)
-    reader = _chat_reader(config, tally) if has_chats else _text_reader(config, train, end)
-    _report_generated_tokens(documents, reader, config)
-    if reader.chat_tokenizer is not None:
-        encoded = [d for d in documents if _tokens_of(reader.tokenizer_hash, d) is None]
-        chat.report_reasoning(reader.chat_tokenizer, encoded, source)
+    has_chats = check_one_kind(documents, f"data.source={config.source!r}")
+    sides = split_documents(documents, config.holdout, held_out_by)
+    reader = _chat_reader(config, tally) if has_chats else _text_reader(config, sides[0], end)
+    tokens = _TokensOfDocuments.of(reader)
+    tokens.add(documents)
+    tokens.report(reader, config)
+    encoded = [
+        _Sequencer(reader, vocab or reader.vocab, config, tally).sequences(side) for side in sides
+    ]
+    tally.check()
+    if has_chats:
+        chat.check_marks(reader.chat_tokenizer, [*encoded[0], *encoded[1]])
+    train, held_out = (
+        pack([ids for ids, _ in side], config.window, [mask for _, mask in side], reader.begin)
+        for side in encoded
+    )
+    tally.report()
+    return TrainingData(reader.tokenizer, train, held_out, reader.chat_tokenizer)
+
+
+_STORED_VERSION = 1
+"""The version of the stored windows. A change of how a source becomes windows must increase it."""
+
+_SIDES = ("train", "held_out")
+
+
+def _prepare_stored(
+    config: DataConfig,
+    end: int | None,
+    vocab: int | None,
+    held_out_by: HeldOutBy,
+    tally: RecordTally,
+) -> TrainingData:
+    """Return the same as `prepare` without a cache, from files that are written if necessary."""
+    if not config.tokenizer:
+        raise ConfigError(
+            f"data.cache={config.cache!r}: a tokenizer that is trained on the source cannot be"
+            " cached; name one with data.tokenizer, or leave data.cache out"
+        )
+    uncounted = RecordTally(config.source, limit=1)
+    first = next(iterate_documents(config.source, "data.source", uncounted), None)
+    has_chats = first is not None and first.messages is not None
+    reader = _chat_reader(config, tally) if has_chats else _text_reader(config, [], end)
     size = vocab or reader.vocab
-
-    def windows(documents: Sequence[Document]) -> Windows:
-        encoded = _sequences(documents, reader, size, config, tally)
-        masks = [mask for _, mask in encoded]
-        return pack([ids for ids, _ in encoded], config.window, masks, reader.begin)
-
-    packed = windows(train), windows(held_out)
+    parts = [
+        *(_STORED_VERSION, hash_of_source(config.source), reader.tokenizer_hash, end, size),
+        *(config.responses_only, config.window, config.holdout, held_out_by),
+    ]
+    folder = Path(config.cache) / hash_of(json.dumps(parts))
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        with replacing(folder) as scratch:
+            stored = _store(scratch, config, reader, size, held_out_by, tally)
+            (scratch / manifest.name).write_text(json.dumps(stored, indent=2) + "\n")
+    stored = json.loads(manifest.read_text())
+    tally.restore(stored["records"])
     tally.check()
     tally.report()
-    return TrainingData(reader.tokenizer, *packed, reader.chat_tokenizer)
+    _TokensOfDocuments(**stored["tokens"]).report(reader, config)
+    train, held_out = (
+        read_windows(folder, side, stored["windows"][side], config.window) for side in _SIDES
+    )
+    return TrainingData(reader.tokenizer, train, held_out, reader.chat_tokenizer)
+
+
+def _store(
+    folder: Path,
+    config: DataConfig,
+    reader: "_Reader",
+    vocab: int,
+    held_out_by: HeldOutBy,
+    tally: RecordTally,
+) -> dict[str, Any]:
+    """Write the windows of a source into a folder, and return the manifest."""
+    writers = [WindowsWriter(folder, side, config.window, reader.begin) for side in _SIDES]
+    sequencers = [_Sequencer(reader, vocab, config, tally) for _ in _SIDES]
+    tokens, sizes = _TokensOfDocuments.of(reader), [0, 0]
+    first: Document | None = None
+    documents = iterate_documents(config.source, "data.source", tally)
+    for chunk in _chunks(documents):
+        first = first or chunk[0]
+        check_one_kind([first, *chunk], f"data.source={config.source!r}")
+        tokens.add(chunk)
+        sides: tuple[list[Document], list[Document]] = [], []
+        for document in chunk:
+            sides[_is_held_out(document, config.holdout, held_out_by)].append(document)
+        for index, side in enumerate(sides):
+            sizes[index] += len(side)
+            for ids, mask in sequencers[index].sequences(side):
+                writers[index].add(ids, mask)
+    tally.check()
+    _check_sides(sizes[0], sizes[1], config.holdout)
+    if reader.chat_tokenizer is not None and not any(writer.has_labels for writer in writers):
+        chat.check_marks(reader.chat_tokenizer, [([], np.zeros(0, bool))])
+    windows = {side: writer.close() for side, writer in zip(_SIDES, writers, strict=True)}
+    return {"windows": windows, "records": tally.record(), "tokens": asdict(tokens)}
+
+
+_CHUNK_DOCUMENTS, _CHUNK_CHARACTERS = 1024, 2**22
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield the documents in lists that need a bounded memory."""
+    chunk: list[Document] = []
+    characters = 0
+    for document in documents:
+        chunk.append(document)
+        characters += len(document.text or "") + sum(
+            len(message["content"]) for message in document.messages or ()
+        )
+        if len(chunk) == _CHUNK_DOCUMENTS or characters >= _CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
 
 
 @dataclass(frozen=True)
@@ -290,45 +402,44 @@ def _chat_reader(config: DataConfig, tally: RecordTally) -> _Reader:
     return _Reader(backend, tokenizer_hash, len(tokenizer), begin, encode, tokenizer)
 
 
-def _sequences(
-    documents: Sequence[Document],
-    reader: _Reader,
-    vocab: int,
-    config: DataConfig,
-    tally: RecordTally,
-) -> list[chat.Encoded]:
-    """Return the token sequences of documents in order, each with a mask of its labels.
+class _Sequencer:
+    """The token sequences of documents, of one side, in order and piece by piece."""
 
-    They are the generated tokens of a document if it has tokens of this tokenizer. Otherwise
-    the reader tokenizes the document.
-    """
-    tokenizer_hash = reader.tokenizer_hash
-    to_encode = [d for d in documents if _tokens_of(tokenizer_hash, d) is None]
-    encoded = iter(reader.encode(to_encode))
-    sequences: list[chat.Encoded] = []
-    previous = None
-    for document in documents:
-        generated = _tokens_of(tokenizer_hash, document)
-        if generated is not None:
-            try:
-                generated.check_vocabulary(vocab)
-            except UnusableRecordError as error:
-                tally.leave_out(error)
-                continue
-            sequences += generated.sequences(config.responses_only)
-        else:
-            tokens = next(encoded)
-            if tokens is None:
-                continue
-            ids, mask = tokens
-            # Generated tokens have their own end token, or were cut at the token limit. So a begin
-            # token that follows them does not mean that they have ended.
-            if previous is not None:
-                mask[:1] = False
-            sequences.append((ids, mask))
-        previous = generated
-    tally.check()
-    return sequences
+    def __init__(self, reader: _Reader, vocab: int, config: DataConfig, tally: RecordTally) -> None:
+        self._reader, self._vocab, self._config, self._tally = reader, vocab, config, tally
+        self._follows_generated = False
+
+    def sequences(self, documents: Sequence[Document]) -> list[chat.Encoded]:
+        """Return the token sequences of documents in order, each with a mask of its labels.
+
+        They are the generated tokens of a document if it has tokens of this tokenizer. Otherwise
+        the reader tokenizes the document.
+        """
+        tokenizer_hash = self._reader.tokenizer_hash
+        to_encode = [d for d in documents if _tokens_of(tokenizer_hash, d) is None]
+        encoded = iter(self._reader.encode(to_encode))
+        sequences: list[chat.Encoded] = []
+        for document in documents:
+            generated = _tokens_of(tokenizer_hash, document)
+            if generated is not None:
+                try:
+                    generated.check_vocabulary(self._vocab)
+                except UnusableRecordError as error:
+                    self._tally.leave_out(error)
+                    continue
+                sequences += generated.sequences(self._config.responses_only)
+            else:
+                tokens = next(encoded)
+                if tokens is None:
+                    continue
+                ids, mask = tokens
+                # Generated tokens have their own end token, or were cut at the token limit. So a
+                # begin token that follows them does not mean that they have ended.
+                if self._follows_generated:
+                    mask[:1] = False
+                sequences.append((ids, mask))
+            self._follows_generated = generated is not None
+        return sequences
 
 
 def _tokens_of(tokenizer_hash: str | None, document: Document) -> WrittenTokens | None:
@@ -338,48 +449,74 @@ def _tokens_of(tokenizer_hash: str | None, document: Document) -> WrittenTokens 
     return None
 
 
-def _report_generated_tokens(
-    documents: Sequence[Document], reader: _Reader, config: DataConfig
-) -> None:
-    with_tokens = [document for document in documents if document.written is not None]
-    tokenizer_hash = reader.tokenizer_hash
-    used = sum(_tokens_of(tokenizer_hash, document) is not None for document in with_tokens)
-    if used:
-        say(
-            f"data.source={config.source!r}: {used} of {len(documents)} documents are read in the"
-            " tokens they were written in"
-        )
-    if used < len(with_tokens):
-        say(
-            f"data.source={config.source!r}: {len(with_tokens) - used} of {len(documents)}"
-            " documents have tokens of another tokenizer or chat template than this run's: their"
-            " text is tokenised"
-        )
-    if reader.chat_tokenizer is not None:
-        _warn_of_variables(with_tokens, reader.chat_tokenizer, config)
+@dataclass
+class _TokensOfDocuments:
+    """The counts of documents by where their tokens come from.
 
+    Attributes:
+        tokenizer_hash: the fingerprint of the run's tokenizer.
+        documents: the number of documents.
+        recorded: how many of them have generated tokens.
+        used: how many have tokens of this tokenizer.
+        reasoning: how many of those to tokenize have reasoning.
+        variables: how many have each of the recorded variables of a chat template.
+    """
 
-def _warn_of_variables(documents: Sequence[Document], tokenizer: Any, config: DataConfig) -> None:
-    """Warn of answers that were generated with other variables of the chat template."""
-    used = settings_of(tokenizer)
-    recorded = [
-        document.written.chat_template_kwargs
-        for document in documents
-        if document.written is not None and document.written.chat_template_kwargs is not None
-    ]
-    counts = Counter(map(shown_settings, recorded))
-    different = {
-        shown: counts[shown]
-        for shown in counts
-        if not have_same_effect(tokenizer, read_settings(shown), used)
-    }
-    if different:
+    tokenizer_hash: str | None
+    documents: int = 0
+    recorded: int = 0
+    used: int = 0
+    reasoning: int = 0
+    variables: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reader: _Reader) -> "_TokensOfDocuments":
+        """Return the counts of no documents."""
+        return cls(reader.tokenizer_hash)
+
+    def add(self, documents: Sequence[Document]) -> None:
+        """Count documents."""
+        for document in documents:
+            self.documents += 1
+            is_used = _tokens_of(self.tokenizer_hash, document) is not None
+            self.used += is_used
+            if not is_used and any(m.get("thinking") for m in document.messages or ()):
+                self.reasoning += 1
+            if document.written is None:
+                continue
+            self.recorded += 1
+            if (settings := document.written.chat_template_kwargs) is not None:
+                shown = shown_settings(settings)
+                self.variables[shown] = self.variables.get(shown, 0) + 1
+
+    def report(self, reader: _Reader, config: DataConfig) -> None:
+        """Print where the tokens come from."""
+        source = f"data.source={config.source!r}"
+        if self.used:
+            say(
+                f"{source}: {self.used} of {self.documents} documents are read in the tokens they"
+                " were written in"
+            )
+        if self.used < self.recorded:
+            say(
+                f"{source}: {self.recorded - self.used} of {self.documents} documents have tokens"
+                " of another tokenizer or chat template than this run's: their text is tokenised"
+            )
+        if reader.chat_tokenizer is not None:
+            self._warn_of_variables(reader.chat_tokenizer, source)
+            chat.report_reasoning(reader.chat_tokenizer, self.reasoning, self.documents, source)
+
+    def _warn_of_variables(self, tokenizer: Any, source: str) -> None:
+        """Warn of answers that were generated with other variables of the chat template."""
+        used = settings_of(tokenizer)
         listed = " and ".join(
             f"{count} conversations with chat_template_kwargs={shown}"
-            for shown, count in different.items()
+            for shown, count in self.variables.items()
+            if not have_same_effect(tokenizer, read_settings(shown), used)
         )
-        say(
-            f"data.source={config.source!r}: a target answered {listed}, and this run has"
-            f" data.chat_template_kwargs={shown_settings(used)}; give the same variables",
-            unasked=True,
-        )
+        if listed:
+            say(
+                f"{source}: a target answered {listed}, and this run has"
+                f" data.chat_template_kwargs={shown_settings(used)}; give the same variables",
+                unasked=True,
+            )

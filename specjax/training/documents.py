@@ -117,22 +117,45 @@ def read_documents(
         InputError: The source has no documents, or too many records cannot be used.
     """
     counted = RecordTally(source, argument) if tally is None else tally
-    documents: list[Document] = []
-    for where, name, record in _records(source, argument):
-        counted.total += 1
-        try:
-            if isinstance(record, UnusableRecordError):
-                raise record
-            if isinstance(record, _FileText):
-                documents.append(Document(name, text=str(record), where=where))
-            else:
-                documents.append(parse_record(record, where, counted.ignored))
-        except UnusableRecordError as error:
-            counted.leave_out(error)
+    documents = list(iterate_documents(source, argument, counted))
     counted.check()
     if tally is None:
         counted.report()
     return documents
+
+
+def iterate_documents(source: str, argument: str, tally: RecordTally) -> Iterator[Document]:
+    """Yield the documents of `read_documents` one by one. The caller checks the tally at the end.
+
+    Args:
+        source: as for `read_documents`.
+        argument: the name of the argument, for messages.
+        tally: counts the records and those that are left out.
+    """
+    for where, name, record in _records(source, argument):
+        tally.total += 1
+        try:
+            if isinstance(record, UnusableRecordError):
+                raise record
+            if isinstance(record, _FileText):
+                yield Document(name, text=str(record), where=where)
+            else:
+                yield parse_record(record, where, tally.ignored)
+        except UnusableRecordError as error:
+            tally.leave_out(error)
+
+
+def hash_of_source(source: str) -> str:
+    """Return a hash of the content of a source, and of the names of its files."""
+    if source.startswith("hf:"):
+        return f"{source} {getattr(_hub_table(source, 'data.source'), '_fingerprint', None)}"
+    digest = hashlib.sha256()
+    for file in find_files(source):
+        with file.open("rb") as content:
+            of_file = hashlib.file_digest(content, "sha256").hexdigest()
+        name = "/".join(file.parts[-2:])
+        digest.update(f"{name!r} {of_file}\n".encode(errors="replace"))
+    return digest.hexdigest()
 
 
 def check_one_kind(documents: Sequence[Document], source: str) -> bool:
@@ -318,13 +341,18 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _of_hub(source: str, argument: str) -> Iterator[_Record]:
+    name = source.removeprefix("hf:").partition(":")[0]
+    yield from _of_table(_hub_table(source, argument), name, first=0)
+
+
+def _hub_table(source: str, argument: str) -> Iterable[Any]:
     name, _, split = source.removeprefix("hf:").partition(":")
     repository, _, config = name.partition("@")
     from datasets import load_dataset
 
     try:
         arguments = [repository, config] if config else [repository]
-        records = load_dataset(*arguments, split=split or "train")
+        return load_dataset(*arguments, split=split or "train")
     except Exception as error:  # the hub's client raises a dozen unrelated types
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
@@ -332,4 +360,3 @@ def _of_hub(source: str, argument: str) -> Iterator[_Record]:
             " spelling, the configuration and the split (hf:OWNER/NAME@CONFIG:SPLIT), the network,"
             " and for gated data the login"
         ) from None
-    yield from _of_table(records, name, first=0)

@@ -20,13 +20,18 @@ from specjax.models.fingerprint import stated
 from specjax.models.transformer import Target
 from specjax.templates import settings_of
 
+_ROWS = 4096
+"""The number of windows that are read at once."""
+
 
 def of_windows(*packed: dict[str, np.ndarray]) -> str:
     """Return a hash of packed windows. Equal hashes mean the same tokens in the same order."""
     digest = hashlib.sha256()
     for windows in packed:
         for name in sorted(windows):
-            digest.update(np.ascontiguousarray(windows[name]).tobytes())
+            array = windows[name]
+            for begin in range(0, len(array), _ROWS):  # the windows may be memory maps
+                digest.update(np.ascontiguousarray(array[begin : begin + _ROWS]).tobytes())
     return digest.hexdigest()[:32]
 
 

@@ -4,7 +4,9 @@
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from specjax.config import ConfigError
 from specjax.files import write_text
@@ -106,9 +108,28 @@ class RecordTally:
             say(f"{self._source}: {self._counted()} are left out. {self._reasons()}")
         if self.ignored:
             listed = ", ".join(
-                f"{name!r} of {count:,} messages" for name, count in self.ignored.most_common()
+                f"{name!r} ({count:,})" for name, count in self.ignored.most_common(_REASONS)
             )
-            say(f"{self._source}: fields of messages that are not understood are ignored: {listed}")
+            say(
+                f"{self._source}: these fields of messages are not understood and ignored, with the"
+                f" number of messages: {listed}{_more(len(self.ignored) - _REASONS)}"
+            )
+
+    def record(self) -> dict[str, Any]:
+        """Return the counts as a JSON object for `restore`."""
+        unusable = [(error.where, error.reason) for error in self.unusable]
+        return {"total": self.total, "unusable": unusable, "ignored": dict(self.ignored)}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Take the counts of an earlier tally of the same source.
+
+        Raises:
+            ConfigError: A record is left out, and the limit is 0.
+        """
+        self.total, self.ignored = record["total"], Counter(record["ignored"])
+        self.unusable = []
+        for where, reason in record["unusable"]:
+            self.leave_out(UnusableRecordError(where, reason))
 
     def write(self, file: Path) -> None:
         """Write a line for each record that is left out; without any, remove the file."""
