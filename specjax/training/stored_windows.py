@@ -40,7 +40,7 @@ class WindowsWriter:
             field: (folder / f"{name}.{field}").open("wb", buffering=2**20) for field in _TYPES
         }
         self._pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._held, self._sequences = 0, 0
+        self._waiting, self._sequences = 0, 0
         self.tokens, self.windows, self.cut, self.has_labels = 0, 0, 0, False
 
     def add(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray) -> None:
@@ -54,9 +54,9 @@ class WindowsWriter:
         # ended. The very first token is no label of any window.
         counts[0] &= self._begin is not None and tokens[0] == self._begin
         self._pieces.append((tokens, np.full(len(tokens), segment, np.int32), counts))
-        self._held += len(tokens)
+        self._waiting += len(tokens)
         self.tokens += len(tokens)
-        if self._held >= _PIECE:
+        if self._waiting >= _PIECE:
             self._write()
 
     def close(self) -> int:
@@ -80,7 +80,7 @@ class WindowsWriter:
         windows = (len(tokens) - 1) // self._window
         end = windows * self._window
         self._pieces = [(tokens[end:], segments[end:], counts[end:])]
-        self._held = len(tokens) - end
+        self._waiting = len(tokens) - end
         if not windows:
             return
         index = np.arange(windows)[:, None] * self._window + np.arange(self._window + 1)[None]
