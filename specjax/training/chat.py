@@ -61,7 +61,7 @@ def encode_documents(
         tally: counts the conversations that the template refuses.
 
     Raises:
-        ConfigError: The tokenizer has no chat template, or the tally allows no refused conversation.
+        ConfigError: The tokenizer has no chat template, or the tally allows no refused one.
     """
     _check_template(tokenizer)
     encoded: list[Encoded | None] = []

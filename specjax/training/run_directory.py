@@ -49,6 +49,9 @@ def refuse_foreign(output: Path, config: TrainConfig) -> None:
         # Where the run lies, who watches it, and how much of it stays do not change its results.
         free = {name: getattr(config, name) for name in ("output", "logging", "checkpoints")}
         earlier = replace(load_yaml(TrainConfig, stored), **free)
+        # The hash of the windows says whether the data are the same, however they are read.
+        how = {name: getattr(config.data, name) for name in ("cache", "max_unusable")}
+        earlier = replace(earlier, data=replace(earlier.data, **how))
         if changed := differences(earlier, config):
             raise ConfigError(
                 f"output={config.output!r} has a run with another configuration"

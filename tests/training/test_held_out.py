@@ -1,6 +1,7 @@
 """The documents that a run holds out, and the agreement of its processes on what they read."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_an_older_run_goes_on_with_its_own_held_out_documents(tmp_path, monkeypa
     noted = json.loads(claim.read_text())
     assert noted.pop("held_out_by") == "name"
     claim.write_text(json.dumps(noted))  # as an older version left it
-    loop.train(config)
+    loop.train(replace(config, data=replace(config.data, max_unusable=0.2)))
     (line,) = (tmp_path / "run" / run_directory.UNUSABLE).read_text().splitlines()
     assert line.startswith(f"{tmp_path.name}/texts.jsonl:2: not JSON")
     with monkeypatch.context() as newer:
