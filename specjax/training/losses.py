@@ -8,7 +8,7 @@ from specjax.shape_checks import shape_checked
 
 
 @shape_checked
-def cross_entropy(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def cross_entropy(logits: Float[Array, "*N V"], tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
     """Return ``-log softmax(logits)[token]`` in nats.
 
     Examples:
@@ -40,8 +40,8 @@ def next_token(
 
 @shape_checked
 def soft_cross_entropy(
-    target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]
-) -> Float[Array, "B T"]:
+    target_logits: Float[Array, "*N V"], logits: Float[Array, "*N V"]
+) -> Float[Array, "*N"]:
     """Return ``-sum p log q`` in nats, for the target's distribution p and the student's q.
 
     Examples:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from specjax.models.transformer import Output
-from specjax.training.objectives.ahead import ahead, behind, counted, decayed, expected
+from specjax.training.objectives.ahead import ahead, behind, counted, decayed
 from specjax.training.objectives.blocks import DraftedBlocks, dpace, weights_by_depth
-from specjax.training.objectives.draft_vocabulary import token_loss
+from specjax.training.objectives.draft_vocabulary import token_loss, token_values
 from specjax.training.objectives.unrolling import places
 from specjax.training.objectives.windows import document_mask
 
@@ -48,24 +48,23 @@ def test_documents_see_themselves_alone_and_know_their_places() -> None:
             assert place[row, t] == len(document) - 1
 
 
-def test_what_is_expected_of_a_step_stands_as_far_ahead_as_it_drafts() -> None:
+def test_what_goes_ahead_comes_back_behind() -> None:
     numbers = jnp.arange(20.0).reshape(2, 10, 1)
-    hidden, logits = expected(Output(hidden=numbers, taps=numbers, logits=-numbers), 2)
-    np.testing.assert_array_equal(hidden[:, :7, 0], [np.arange(3.0, 10), np.arange(13.0, 20)])
-    np.testing.assert_array_equal(logits, -hidden)
+    np.testing.assert_array_equal(ahead(numbers, 3)[:, :7, 0], numbers[:, 3:, 0])
     np.testing.assert_array_equal(behind(ahead(numbers, 2), 2)[:, 2:], numbers[:, 2:])
 
 
 def test_later_steps_weigh_less_and_are_compared_where_the_target_says_it() -> None:
-    states, compared = [jnp.full((2, 10, 1), 10.0**step) for step in range(3)], []
+    values, counting = [jnp.full((2, 10), 10.0**step) for step in range(3)], []
 
-    def loss_of(state: jax.Array, mask: jax.Array) -> jax.Array:
-        compared.append(np.asarray(mask))
-        return state.max()
+    def loss_of(values: jax.Array, mask: jax.Array) -> jax.Array:
+        counting.append(np.asarray(mask))
+        # A single label: the mean over 20 positions is the value.
+        return jnp.where(jnp.cumsum(mask.ravel()).reshape(mask.shape) == 1, 20 * values, 0.0)
 
-    total, metrics = decayed(BATCH, states, loss_of, 0.5)
+    total, metrics = decayed(BATCH, values, loss_of, 0.5)
     assert total == 1 + 0.5 * 10 + 0.25 * 100 and metrics["loss_2"] == 100
-    for step, mask in enumerate(compared):
+    for step, mask in enumerate(counting):
         np.testing.assert_array_equal(
             mask[:, 1 + step :], np.asarray(counted(BATCH, step))[:, : 9 - step]
         )
@@ -133,11 +132,13 @@ def test_a_token_is_accepted_with_its_chance_among_all_tokens() -> None:
     )
     mask = jnp.ones((1, 2), bool)
     np.testing.assert_allclose(
-        token_loss("acceptance", *arguments, mask, 0.0),
+        token_loss("acceptance", token_values("acceptance", *arguments), mask, 0.0),
         -np.log(np.minimum(p, q).sum(-1)),
         rtol=1e-5,
     )
     scaled = p / p.sum(-1, keepdims=True)
     np.testing.assert_allclose(
-        token_loss("cross_entropy", *arguments, mask, 0.0), -(scaled * np.log(q)).sum(-1), rtol=1e-5
+        token_loss("cross_entropy", token_values("cross_entropy", *arguments), mask, 0.0),
+        -(scaled * np.log(q)).sum(-1),
+        rtol=1e-5,
     )

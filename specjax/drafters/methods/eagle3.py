@@ -204,19 +204,23 @@ class Eagle3(FeatureDrafter):
             return self._split(vocabulary_logits(x, self.params["lm_head"]))
         return target.head(x)
 
-    def drafted_logits(self, target: Target, hidden: jax.Array) -> jax.Array:
-        """Return the target's logits ``[..., Vd]`` of the tokens that the drafter can draft.
+    def drafted_head(self, target: Target) -> jax.Array:
+        """Return the columns ``[H, Vd]`` of the target's head for tokens that can be drafted.
 
-        ``hidden [..., H]`` are the target's hidden states. It needs a drafter with its own
-        vocabulary.
+        It needs a drafter with its own vocabulary.
         """
         vocabulary = self.vocabulary(target)
         assert vocabulary is not None
+        return target.head_weights[:, vocabulary.ids]
+
+    def drafted_logits(self, target: Target, hidden: jax.Array, head: jax.Array) -> jax.Array:
+        """Return the target's logits ``[..., Vd]`` of the tokens that the drafter can draft.
+
+        ``hidden [..., H]`` are the target's hidden states, and ``head`` is the `drafted_head`.
+        """
         # Select columns of the head and not of the logits: there are far more logits, and on a mesh
         # the devices would have to exchange them.
-        return self._split(
-            target.finish_logits(vocabulary_logits(hidden, target.head_weights[:, vocabulary.ids]))
-        )
+        return self._split(target.finish_logits(vocabulary_logits(hidden, head)))
 
     def _split(self, logits: jax.Array) -> jax.Array:
         """Return ``logits [..., Vd]``, split over the devices of the mesh."""

@@ -149,6 +149,7 @@ class PEagle(Eagle3):
                 return replace(
                     piece, since=first if piece.since is None else jnp.maximum(piece.since, first)
                 )
+            assert isinstance(piece, tuple)
             entry, visible = piece
             if visible is None:
                 return piece

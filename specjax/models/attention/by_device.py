@@ -131,7 +131,7 @@ def _attend_by_kernel(
     since = jnp.broadcast_to(since, (batch, count))
     # The other pieces are few tokens, drafted ones and those of the call; the kernel reads them
     # whole.
-    beside = [piece for piece in pieces if not isinstance(piece, Filled)]
+    beside = [piece for piece in pieces if isinstance(piece, tuple)]
     extra_entries = tuple(entry for entry, _ in beside)
     masks = tuple(_visible(mask, batch, count) for _, mask in beside)
 

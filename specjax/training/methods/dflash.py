@@ -3,11 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-
-from specjax.drafters.methods.dflash import DFlash
-from specjax.models.transformer import Target
-from specjax.training.objectives.blocks import DraftedBlocks, TokenMethod
+from specjax.training.objectives.blocks import TokenMethod
 
 
 @dataclass(frozen=True)
@@ -26,8 +22,3 @@ class DFlashTraining(TokenMethod):
     """
 
     name: Literal["dflash"] = "dflash"
-
-    def each(self, student: DFlash, target: Target, drafted: DraftedBlocks) -> dict[str, jax.Array]:
-        return {
-            "token_loss": self.token_loss(student.logits(target, drafted.states), target, drafted)
-        }

@@ -74,10 +74,14 @@ class DFlash2Training(TokenMethod):
             right = drafted.tokens
         else:
             right = jnp.argmax(target.head(drafted.hidden), axis=-1)
-        entropy = _selector_loss(student, logits, drafted, right)
-        selector = self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
+        values = self.token_values(logits, target, drafted)
+        return {**values, "selector": _selector_loss(student, logits, drafted, right)}
+
+    def terms(self, values: dict[str, jax.Array], valid: jax.Array) -> dict[str, jax.Array]:
+        entropy = values["selector"]
+        selector = self.weighed(entropy, jnp.exp(-entropy), valid)
         return {
-            "token_loss": self.token_loss(logits, target, drafted),
+            "token_loss": self.token_loss(values, valid),
             "selector_loss": self.selector_weight * selector,
         }
 

@@ -4,16 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 
-from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Mean
 from specjax.training.objectives.ahead import agreement
 from specjax.training.objectives.chunks import by_chunks
 from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod
-from specjax.training.objectives.windows import forward, read
+from specjax.training.objectives.windows import read, read_student
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class Distill(WholeModelMethod):
     name: Literal["distill"] = "distill"
     target: str = ""
     model: ModelSizes = ModelSizes()
+    remat: bool = False
     best_by: ClassVar[str] = "acceptance"
 
     def objective(self, student: Target, batch: Batch, target: Target) -> Loss:
@@ -44,31 +43,44 @@ class Distill(WholeModelMethod):
         accepts a token sampled from the student (Leviathan et al. 2023, Definition 3.1 and Theorem
         3.5). The metric ``agreement`` is its greedy counterpart.
         """
-        mask = batch["loss_mask"]
-        target_logits, logits = forward(target, batch).logits, forward(student, batch).logits
-        loss = losses.mean_over_positions(losses.forward_kl(target_logits, logits), mask)
-        accepted = overlap(jax.nn.softmax(target_logits), jax.nn.softmax(logits))
-        agreed = jnp.argmax(logits, -1) == jnp.argmax(target_logits, -1)
+        hidden, mask = read_student(student, batch, self.remat), batch["loss_mask"]
+        divergence, is_right, accepted = _compared(student, hidden, target, batch)
+        loss = losses.mean_over_positions(divergence, mask)
         return loss, {
             "loss": loss,
             "acceptance": losses.mean_over_labels(accepted, mask),
-            "agreement": losses.mean_over_labels(agreed, mask),
+            "agreement": losses.mean_over_labels(is_right, mask),
         }
 
     def evaluation(self, student: Target, batch: Batch, target: Target) -> dict[str, Mean]:
-        def compare(states: jax.Array, expected: jax.Array) -> tuple[jax.Array, ...]:
-            logits, target_logits = student.head(states), target.head(expected)
-            return losses.forward_kl(target_logits, logits), *agreement(logits, target_logits)
-
-        divergence, is_right, accepted = by_chunks(
-            compare,
-            (read(student, batch)[0].hidden, read(target, batch)[0].hidden),
-            numbers=target.config.vocab_size,
-            mesh=target.mesh,
-        )
+        hidden = read(student, batch)[0].hidden
+        divergence, is_right, accepted = _compared(student, hidden, target, batch)
         mask = batch["loss_mask"]
         return {
             "loss": Mean.over_positions(divergence, mask, batch),
             "acceptance": Mean.over_labels(accepted, mask),
             "agreement": Mean.over_labels(is_right, mask),
         }
+
+
+def _compared(
+    student: Target, hidden: jax.Array, target: Target, batch: Batch
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the divergence from the target, and the `agreement` with it, ``[B, T]`` each.
+
+    ``hidden [B, T, H]`` are the student's states.
+    """
+
+    def compare(
+        student: Target, hidden: jax.Array, expected: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        logits, target_logits = student.head(hidden), target.head(expected)
+        return losses.forward_kl(target_logits, logits), *agreement(logits, target_logits)
+
+    return by_chunks(
+        compare,
+        (hidden, read(target, batch)[0].hidden),
+        numbers=target.config.vocab_size,
+        mesh=target.mesh,
+        student=student,
+    )

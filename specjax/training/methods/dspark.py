@@ -14,9 +14,11 @@ from specjax.config import ConfigError
 from specjax.drafters.checkpoints.dflash_config import Markov
 from specjax.drafters.methods.dspark import DSpark
 from specjax.models.transformer import Target
+from specjax.training import losses
 from specjax.training.objectives.acceptance import (
     AcceptanceLoss,
     acceptance_loss_by_depth,
+    acceptance_values,
     check_loss,
 )
 from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks, weights_by_depth
@@ -88,20 +90,31 @@ class DSparkTraining(BlockMethod):
         by_depth = list(_along(student, target, drafted.states, drafted.before))
         logits = jnp.stack([logits for logits, _ in by_depth], axis=-2)
         target_logits = target.head(drafted.hidden)
-        log_q, p = jax.nn.log_softmax(logits), jax.nn.softmax(target_logits)
-        token = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[..., 0]
-        distance = jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1)
-        weight, target_term = weights_by_depth(token.shape, self.gamma), distance
+        values = {"token": losses.cross_entropy(logits, drafted.tokens)}
         if self.loss != "distance":
             log_p = jax.nn.log_softmax(target_logits)
-            target_term = acceptance_loss_by_depth(self.loss, log_p, log_q, drafted.valid, self.eta)
+            values |= acceptance_values(self.loss, log_p, logits)
+        if self.loss == "distance" or student.config.confidence:
+            difference = jax.nn.softmax(target_logits) - jax.nn.softmax(logits)
+            values["distance"] = jnp.sum(jnp.abs(difference), axis=-1)
+        if student.config.confidence:
+            confidence = [logit for _, logit in by_depth if logit is not None]
+            values["confidence"] = jnp.stack(confidence, axis=-1)
+        return values
+
+    def terms(self, values: dict[str, jax.Array], valid: jax.Array) -> dict[str, jax.Array]:
+        weight = weights_by_depth(valid.shape, self.gamma)
+        if self.loss == "distance":
+            target_term = values["distance"]
+        else:
+            target_term = acceptance_loss_by_depth(self.loss, values, valid, self.eta)
         terms = {
-            "token_loss": self.token_weight * weight * token,
+            "token_loss": self.token_weight * weight * values["token"],
             f"{self.loss}_loss": self.distance_weight * weight * target_term,
         }
-        if student.config.confidence:
-            confidence = jnp.stack([logit for _, logit in by_depth if logit is not None], axis=-1)
-            acceptance = jax.lax.stop_gradient(1 - distance / 2)
+        if "confidence" in values:
+            confidence = values["confidence"]
+            acceptance = jax.lax.stop_gradient(1 - values["distance"] / 2)
             entropy = jnp.logaddexp(0.0, confidence) - acceptance * confidence
             terms["confidence_loss"] = self.confidence_weight * weight * entropy
         return terms

@@ -7,10 +7,14 @@ import jax
 
 from specjax.drafters.methods.eagle3 import Eagle3
 from specjax.models.transformer import Target
-from specjax.training import losses
 from specjax.training.contract import Batch, Loss, StudentInputs
-from specjax.training.objectives.ahead import decayed
-from specjax.training.objectives.draft_vocabulary import Eagle3Method, draft_labels, token_loss
+from specjax.training.objectives.ahead import compared, decayed
+from specjax.training.objectives.draft_vocabulary import (
+    DraftLabels,
+    Eagle3Method,
+    token_loss,
+    token_values,
+)
 from specjax.training.objectives.unrolling import unroll
 
 
@@ -53,13 +57,34 @@ class Eagle3Training(Eagle3Method):
 
         Positions at which the target's likeliest token cannot be drafted do not count.
         """
-        features, target_logits, log_total, can_be_drafted = draft_labels(student, target, batch)
+        labels = DraftLabels.of(student, target, batch)
 
-        def loss_of(states: jax.Array, mask: jax.Array) -> jax.Array:
-            logits = student.logits(target, states)
-            loss_of_token = token_loss(self.loss, target_logits, log_total, logits, mask, self.eta)
-            return losses.mean_over_positions(loss_of_token, mask)
+        def values_of(
+            student: Eagle3, step: int, states: jax.Array, labels: tuple[jax.Array, jax.Array]
+        ) -> dict[str, jax.Array]:
+            return token_values(self.loss, *labels, student.logits(target, states))
 
-        loss_of = jax.checkpoint(loss_of) if self.remat else loss_of
-        steps = unroll(student, batch, target, features, self.steps, detach=False, remat=self.remat)
-        return decayed(batch, steps, loss_of, self.decay, can_be_drafted)
+        values = compared(
+            student,
+            unroll(
+                student,
+                batch,
+                target,
+                labels.features,
+                self.steps,
+                detach=False,
+                remat=self.remat,
+            ),
+            values_of,
+            (labels.hidden, labels.log_total),
+            lambda hidden, log_total: (labels.logits(hidden), log_total),
+            numbers=student.config.draft_vocab_size,
+            mesh=target.mesh,
+        )
+        return decayed(
+            batch,
+            values,
+            lambda values, mask: token_loss(self.loss, values, mask, self.eta),
+            self.decay,
+            labels.can_be_drafted,
+        )

@@ -23,8 +23,8 @@ from specjax.models.primitives import linear
 from specjax.models.transformer import States, Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
-from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, decayed, simulate
-from specjax.training.objectives.windows import document_mask, read, score
+from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, compared, decayed, simulate
+from specjax.training.objectives.windows import document_mask, read
 
 
 @dataclass(frozen=True)
@@ -107,22 +107,38 @@ class Gemma4AssistantTraining(TrainingMethod):
 
     def objective(self, student: Gemma4Assistant, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics."""
-        output, entries = score(target, batch)
-        target_clusters = (
-            cluster_logits(student, output.logits) if student.config.centroids else None
-        )
+        output, entries = read(target, batch)
+        has_clusters = student.config.centroids > 0
 
-        def loss_of(x: jax.Array, mask: jax.Array) -> jax.Array:
-            entropies = losses.soft_cross_entropy(output.logits, student.all_logits(x))
+        def labels_of(hidden: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            logits = target.head(hidden)
+            return logits, cluster_logits(student, logits) if has_clusters else None
+
+        def values_of(
+            student: Gemma4Assistant,
+            step: int,
+            x: jax.Array,
+            labels: tuple[jax.Array, jax.Array | None],
+        ) -> jax.Array:
+            target_logits, target_clusters = labels
+            entropies = losses.soft_cross_entropy(target_logits, student.all_logits(x))
             if target_clusters is not None:
                 clusters = linear(student.params, "centroids", x).astype(jnp.float32)
                 entropies += self.centroid_weight * losses.soft_cross_entropy(
                     target_clusters, clusters
                 )
-            return losses.mean_over_positions(entropies, mask)
+            return entropies
 
-        steps = draft_along(student, batch, target, output, entries, self.steps, remat=self.remat)
-        return decayed(batch, steps, jax.checkpoint(loss_of) if self.remat else loss_of, self.decay)
+        entropies = compared(
+            student,
+            draft_along(student, batch, target, output, entries, self.steps, remat=self.remat),
+            values_of,
+            (output.hidden,),
+            labels_of,
+            numbers=target.config.vocab_size,
+            mesh=target.mesh,
+        )
+        return decayed(batch, entropies, lambda entropies, mask: entropies, self.decay)
 
     def evaluation(self, student: Gemma4Assistant, batch: Batch, target: Target) -> dict[str, Mean]:
         output, entries = read(target, batch)

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from specjax.config import ConfigError
 from specjax.drafters.methods.dflash import DFlash
 from specjax.models.transformer import Target
+from specjax.training import losses
 from specjax.training.objectives.acceptance import (
     AcceptanceLoss,
     acceptance_loss_by_depth,
+    acceptance_values,
     check_loss,
 )
 from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks
@@ -57,9 +58,11 @@ class JetSpecTraining(BlockMethod):
         log_p = jax.nn.log_softmax(target.head(drafted.hidden) / self.temperature)
         log_q = jax.nn.log_softmax(student.logits(target, drafted.states) / self.temperature)
         if self.loss != "kl":
-            return {
-                f"{self.loss}_loss": acceptance_loss_by_depth(
-                    self.loss, log_p, log_q, drafted.valid, self.eta
-                )
-            }
-        return {"kl": self.temperature**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)}
+            return acceptance_values(self.loss, log_p, log_q)
+        return {"kl": losses.forward_kl(log_p, log_q)}
+
+    def terms(self, values: dict[str, jax.Array], valid: jax.Array) -> dict[str, jax.Array]:
+        if self.loss != "kl":
+            loss = acceptance_loss_by_depth(self.loss, values, valid, self.eta)
+            return {f"{self.loss}_loss": loss}
+        return {"kl": self.temperature**2 * values["kl"]}

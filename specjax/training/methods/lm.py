@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import jax.numpy as jnp
-
 from specjax.models.transformer import Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Mean
-from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod, next_token_metrics
-from specjax.training.objectives.windows import forward, read
+from specjax.training.objectives.whole_model import (
+    ModelSizes,
+    WholeModelMethod,
+    next_token,
+    next_token_metrics,
+)
+from specjax.training.objectives.windows import read, read_student
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Lm(WholeModelMethod):
 
     name: Literal["lm"] = "lm"
     model: ModelSizes = ModelSizes()
+    remat: bool = False
     needs_target: ClassVar[bool] = False
 
     def objective(self, student: Target, batch: Batch, target: Target | None) -> Loss:
@@ -35,13 +39,10 @@ class Lm(WholeModelMethod):
 
         The end of a document is predicted like any other token.
         """
-        labels, mask = batch["tokens"][:, 1:], batch["loss_mask"]
-        logits = forward(student, batch).logits
-        loss = losses.next_token(logits, labels, mask)
-        return loss, {
-            "loss": loss,
-            "accuracy": losses.mean_over_labels(jnp.argmax(logits, -1) == labels, mask),
-        }
+        hidden, mask = read_student(student, batch, self.remat), batch["loss_mask"]
+        entropies, is_right = next_token(student, hidden, batch)
+        loss = losses.mean_over_positions(entropies, mask)
+        return loss, {"loss": loss, "accuracy": losses.mean_over_labels(is_right, mask)}
 
     def evaluation(self, student: Target, batch: Batch, target: Target | None) -> dict[str, Mean]:
         return next_token_metrics(student, read(student, batch)[0].hidden, batch)

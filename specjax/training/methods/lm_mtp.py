@@ -14,13 +14,18 @@ from specjax.config import ConfigError
 from specjax.drafters.methods.mtp import MTP
 from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Mean, StudentInputs
 from specjax.training.objectives.module_loss import module_loss
 from specjax.training.objectives.unrolling import simulate_unrolled
-from specjax.training.objectives.whole_model import ModelSizes, WholeModelMethod, next_token_metrics
-from specjax.training.objectives.windows import forward, read
+from specjax.training.objectives.whole_model import (
+    ModelSizes,
+    WholeModelMethod,
+    next_token,
+    next_token_metrics,
+)
+from specjax.training.objectives.windows import read, read_student
 
 
 @struct.dataclass
@@ -73,6 +78,7 @@ class LmMTP(WholeModelMethod):
         final_weight: lambda after ``falls_at``.
         falls_at: the share of the training after which lambda falls. DeepSeek-V3 uses 0.3, then 0.1
             in the last third.
+        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import LmMTP
@@ -87,6 +93,7 @@ class LmMTP(WholeModelMethod):
     weight: float = 0.3
     final_weight: float = 0.1
     falls_at: float = 0.67
+    remat: bool = False
     needs_target: ClassVar[bool] = False
 
     def check(self, window: int) -> None:
@@ -111,9 +118,12 @@ class LmMTP(WholeModelMethod):
 
     def objective(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> Loss:
         """Return the loss in nats, and the metrics."""
-        output = forward(student.model, batch)
-        lm_loss = _lm_loss(output, batch)
-        mtp_loss, metrics = module_loss(student.mtp, batch, student.model, output, "text")
+        model, hidden = student.model, read_student(student.model, batch, self.remat)
+        entropies, _ = next_token(model, hidden, batch)
+        lm_loss = losses.mean_over_positions(entropies, batch["loss_mask"])
+        mtp_loss, metrics = module_loss(
+            student.mtp, batch, model, hidden, "text", remat=self.remat, target_is_trained=True
+        )
         weight = jnp.where(batch["progress"] < self.falls_at, self.weight, self.final_weight)
         loss = lm_loss + weight * mtp_loss
         return loss, {"loss": loss, "lm_loss": lm_loss, **metrics}
@@ -128,7 +138,3 @@ class LmMTP(WholeModelMethod):
         model, hidden = student.model, read(student.model, batch)[0].hidden
         simulated = simulate_unrolled(student.mtp, batch, model, hidden, hidden)
         return {"loss": next_token_metrics(model, hidden, batch)["loss"], **simulated}
-
-
-def _lm_loss(output: Output, batch: Batch) -> jax.Array:
-    return losses.next_token(output.logits, batch["tokens"][:, 1:], batch["loss_mask"])

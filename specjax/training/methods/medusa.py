@@ -10,9 +10,18 @@ import jax.numpy as jnp
 from specjax.config import ConfigError
 from specjax.drafters.methods.medusa import Medusa
 from specjax.models.transformer import Target
+from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
-from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, prediction_loss, simulate
-from specjax.training.objectives.windows import forward, read
+from specjax.training.objectives.ahead import (
+    SIMULATED_STEPS,
+    Labels,
+    behind,
+    counted_behind,
+    label_entropy,
+    simulate,
+)
+from specjax.training.objectives.chunks import by_chunks
+from specjax.training.objectives.windows import read
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,7 @@ class MedusaTraining(TrainingMethod):
         blocks: the number of residual blocks in each head.
         decay: the factor of the weight from one head to the next.
         labels: the tokens of the text, as in the paper, or the target's distribution.
+        remat: whether to recompute activations for the gradient, to save memory.
 
     Examples:
         >>> from specjax.training.methods import MedusaTraining
@@ -41,6 +51,7 @@ class MedusaTraining(TrainingMethod):
     blocks: int = 1
     decay: float = 0.8
     labels: Labels = "text"
+    remat: bool = False
     best_by: ClassVar[str] = "acceptance_length"
 
     def check(self, window: int) -> None:
@@ -56,12 +67,26 @@ class MedusaTraining(TrainingMethod):
 
     def objective(self, student: Medusa, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics."""
-        output = forward(target, batch)
+        hidden, tokens = read(target, batch)[0].hidden, batch["tokens"][:, 1:]
+
+        def entropy_of(
+            student: Medusa, states: jax.Array, tokens: jax.Array, hidden: jax.Array, head: int
+        ) -> jax.Array:
+            expected = tokens if self.labels == "text" else target.head(hidden)
+            return label_entropy(self.labels, expected, student.head(head, states))
+
         total, metrics = jnp.zeros(()), {}
         for head in range(self.heads):
-            loss = prediction_loss(
-                self.labels, output, batch, head, student.head(head, output.hidden)
+            compare = partial(entropy_of, head=head)
+            # One head after the other: the gradients of all heads would fill the memory.
+            entropy = by_chunks(
+                jax.checkpoint(compare) if self.remat else compare,
+                (behind(hidden, 1 + head), tokens, hidden),
+                numbers=target.config.vocab_size,
+                mesh=target.mesh,
+                student=student,
             )
+            loss = losses.mean_over_positions(entropy, counted_behind(batch, head))
             total += self.decay ** (head + 1) * loss
             metrics[f"loss_{head}"] = loss
         return total, {"loss": total, **metrics}

@@ -18,13 +18,14 @@ from jaxtyping import Array, Bool, Int
 from specjax.config import ConfigError
 from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
 from specjax.models.cache import Entries
-from specjax.models.transformer import Output, States, Target
+from specjax.models.transformer import States, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
+from specjax.training.objectives.chunks import by_chunks
 from specjax.training.objectives.unrolling import layer_sizes
-from specjax.training.objectives.windows import document_mask, first_tokens, read, score
+from specjax.training.objectives.windows import document_mask, first_tokens, read
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,22 @@ class MoATraining(TrainingMethod):
         well.
         """
         first = student.tli_layers(target)[0]
-        output, entries = score(target, batch, taps=(first,) if self.tli else ())
+        output, entries = read(target, batch, taps=(first,) if self.tli else ())
         length, staircase = self.draw(batch["key"], batch["tokens"].shape[0], batch["progress"])
         draft = jax.checkpoint(draft_blocks) if self.remat else draft_blocks
         hidden, attended = draft(
             student, batch, target, output, entries, block_starts(batch, length), staircase
         )
         mask = batch["loss_mask"]
-        token = losses.mean_over_positions(
-            losses.soft_cross_entropy(output.logits, target.head(hidden)), mask
+        entropies = by_chunks(
+            lambda hidden, expected: losses.soft_cross_entropy(
+                target.head(expected), target.head(hidden)
+            ),
+            (hidden, output.hidden),
+            numbers=target.config.vocab_size,
+            mesh=target.mesh,
         )
+        token = losses.mean_over_positions(entropies, mask)
         feature = losses.mean_over_positions(losses.smooth_l1(hidden, output.hidden), mask)
         if self.tli:
             feature += losses.mean_over_positions(
@@ -172,7 +179,7 @@ def draft_blocks(
     student: MixtureOfAttentions,
     batch: Batch,
     target: Target,
-    output: Output,
+    output: States,
     entries: Entries,
     starts: jax.Array,
     staircase: jax.Array,

@@ -14,7 +14,7 @@ from specjax.training.contract import Batch, Loss, StudentInputs
 from specjax.training.objectives.ahead import Labels
 from specjax.training.objectives.module_loss import module_loss
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes
-from specjax.training.objectives.windows import forward
+from specjax.training.objectives.windows import read
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class MTPTraining(FeatureMethod):
 
     def objective(self, student: MTP, batch: Batch, target: Target) -> Loss:
         """Return the loss in nats, and the metrics."""
-        output = forward(target, batch)
+        hidden = read(target, batch)[0].hidden
         loss, metrics = module_loss(
-            student, batch, target, output, self.labels, steps=self.steps, remat=self.remat
+            student, batch, target, hidden, self.labels, steps=self.steps, remat=self.remat
         )
         return loss, {"loss": loss, **metrics}

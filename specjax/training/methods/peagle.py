@@ -23,7 +23,13 @@ from specjax.models.transformer import Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Mean, StudentInputs
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, counted, simulate
-from specjax.training.objectives.draft_vocabulary import Eagle3Method, draft_labels, token_loss
+from specjax.training.objectives.chunks import by_chunks
+from specjax.training.objectives.draft_vocabulary import (
+    DraftLabels,
+    Eagle3Method,
+    token_loss,
+    token_values,
+)
 from specjax.training.objectives.windows import document_mask, read
 
 
@@ -102,10 +108,15 @@ class PEagleTraining(Eagle3Method):
         every batch. Places at which the target's likeliest token cannot be drafted do not count.
         The metric ``loss_d`` is the mean loss of depth d over the places that count.
         """
-        features, target_logits, log_total, can_be_drafted = draft_labels(student, target, batch)
-        rows, window = log_total.shape
+        labels = DraftLabels.of(student, target, batch)
+        rows, window = labels.log_total.shape
         sizes = self.places(window)
-        can_be_drafted = jnp.broadcast_to(can_be_drafted, (rows, window))
+
+        def values_of(
+            student: PEagle, states: jax.Array, hidden: jax.Array, log_total: jax.Array
+        ) -> dict[str, jax.Array]:
+            logits = student.logits(target, states)
+            return token_values(self.loss, labels.logits(hidden), log_total, logits)
 
         def loss_of(
             states: jax.Array, at: jax.Array, counts: jax.Array
@@ -114,20 +125,23 @@ class PEagleTraining(Eagle3Method):
 
             The states predict the target's distributions ``at [B, m]``.
             """
-            mask = counts & _take(can_be_drafted, at)
-            logits = student.logits(target, states)
-            loss_of_token = token_loss(
-                self.loss, _take(target_logits, at), _take(log_total, at), logits, mask, self.eta
+            mask = counts & _take(labels.can_be_drafted, at)
+            values = by_chunks(
+                values_of,
+                (states, _take(labels.hidden, at), _take(labels.log_total, at)),
+                numbers=student.config.draft_vocab_size,
+                mesh=target.mesh,
+                student=student,
             )
+            loss_of_token = token_loss(self.loss, values, mask, self.eta)
             return losses.mean_over_positions(loss_of_token, mask), losses.mean_over_labels(
                 loss_of_token, mask
             )
 
-        loss_of = jax.checkpoint(loss_of) if self.remat else loss_of
         every = jnp.broadcast_to(jnp.arange(window), (rows, window))
         drawn_places, reach = draw(batch, sizes[1:])
         depths = read_depths(
-            student, target, batch, features, drawn_places, sizes[1:], remat=self.remat
+            student, target, batch, labels.features, drawn_places, sizes[1:], remat=self.remat
         )
         total, metrics = jnp.zeros(()), {}
         for depth, (size, states) in enumerate(zip(sizes, depths, strict=True)):

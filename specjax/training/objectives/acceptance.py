@@ -32,14 +32,10 @@ def check_loss(loss: str, published: str, eta: float) -> None:
 
 
 @shape_checked
-def acceptance_loss(
-    loss: AcceptanceLoss,
-    log_p: Float[Array, "*N V"],
-    logits: Float[Array, "*N V"],
-    mask: Bool[Array, "*N"],
-    eta: float,
-) -> Float[Array, "*N"]:
-    """Return the loss of each prediction of one depth.
+def acceptance_values(
+    loss: AcceptanceLoss, log_p: Float[Array, "*N V"], logits: Float[Array, "*N V"]
+) -> dict[str, Float[Array, "*N"]]:
+    """Return what a loss needs to know of each prediction.
 
     Args:
         loss: the name of the loss.
@@ -47,23 +43,40 @@ def acceptance_loss(
             `losses.log_acceptance`. For the divergence, they are scaled to a sum of 1, as in
             SpecForge.
         logits: the drafter's logits.
+    """
+    values = {"log_acceptance": losses.log_acceptance(log_p, logits)}
+    if loss == "hybrid":
+        values["kl"] = losses.forward_kl(log_p, logits)
+    return values
+
+
+@shape_checked
+def acceptance_loss(
+    loss: AcceptanceLoss,
+    values: dict[str, Float[Array, "*N"]],
+    mask: Bool[Array, "*N"],
+    eta: float,
+) -> Float[Array, "*N"]:
+    """Return the loss of each prediction of one depth.
+
+    Args:
+        loss: the name of the loss.
+        values: the `acceptance_values` of all predictions of that depth.
         mask: the predictions that count.
         eta: see `losses.hybrid`.
     """
-    log_a = losses.log_acceptance(log_p, logits)
     if loss == "acceptance":
-        return -log_a
-    return losses.hybrid(losses.forward_kl(log_p, logits), log_a, mask, eta)
+        return -values["log_acceptance"]
+    return losses.hybrid(values["kl"], values["log_acceptance"], mask, eta)
 
 
 @shape_checked
 def acceptance_loss_by_depth(
     loss: AcceptanceLoss,
-    log_p: Float[Array, "*N D V"],
-    logits: Float[Array, "*N D V"],
+    values: dict[str, Float[Array, "*N D"]],
     mask: Bool[Array, "*N D"],
     eta: float,
 ) -> Float[Array, "*N D"]:
     """Return the `acceptance_loss` of each prediction of D depths."""
     loss_of_depth = partial(acceptance_loss, loss, eta=eta)
-    return jax.vmap(loss_of_depth, in_axes=(-2, -2, -1), out_axes=-1)(log_p, logits, mask)
+    return jax.vmap(loss_of_depth, in_axes=(-1, -1), out_axes=-1)(values, mask)

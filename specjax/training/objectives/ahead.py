@@ -5,21 +5,22 @@ target's states up to t, and the tokens of the text up to t + 1 + k.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
 from specjax.drafters.candidates import Vocabulary
 from specjax.evaluation.metrics import overlap
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Mean
-from specjax.training.objectives.chunks import by_chunks
+from specjax.training.objectives.chunks import by_chunks, width_of
 
 Labels = Literal["text", "target"]
 """The labels: the tokens of the text, or the target's distribution at their positions."""
@@ -55,28 +56,71 @@ def counted(batch: Batch, step: int) -> Bool[Array, "B T"]:
     return ahead(batch["loss_mask"], 1 + step) & same
 
 
-def expected(output: Output, step: int) -> tuple[jax.Array, jax.Array]:
-    """Return the hidden states ``[B, T, H]`` and logits ``[B, T, V]`` that a step predicts."""
-    return ahead(output.hidden, 1 + step), ahead(output.logits, 1 + step)
+def counted_behind(batch: Batch, step: int) -> Bool[Array, "B T"]:
+    """Return the same as `counted`, each at the position of the distribution that it predicts."""
+    return behind(counted(batch, step), 1 + step)
 
 
-def prediction_loss(
-    labels: Labels, output: Output, batch: Batch, step: int, logits: jax.Array
-) -> jax.Array:
-    """Return the mean cross entropy of the predictions ``logits [B, T, V]`` of a step, in nats."""
+def label_entropy(labels: Labels, expected: jax.Array, logits: jax.Array) -> jax.Array:
+    """Return the cross entropy ``[...]`` of predictions ``logits [..., V]``, in nats.
+
+    ``expected`` are the tokens of the text, ``[...]``, or the target's logits, ``[..., V]``.
+    """
     if labels == "text":
-        entropies = losses.cross_entropy(
-            logits, ahead(batch["tokens"], 2 + step)[:, : logits.shape[1]]
-        )
-    else:
-        entropies = losses.soft_cross_entropy(expected(output, step)[1], logits)
-    return losses.mean_over_positions(entropies, counted(batch, step))
+        return losses.cross_entropy(logits, expected)
+    return losses.soft_cross_entropy(expected, logits)
+
+
+def compared(
+    student: Any,
+    states: Iterable[jax.Array],
+    values_of: Callable[[Any, int, jax.Array, Any], Any],
+    arrays: Sequence[Any],
+    labels_of: Callable[..., Any],
+    *,
+    numbers: int,
+    mesh: Mesh | None = None,
+) -> list[Any]:
+    """Compare the predictions of each step with the labels, by chunks of positions.
+
+    All steps of a chunk are compared with the same labels. So the target's logits are computed once
+    for all steps, and exist for one chunk at a time.
+
+    Args:
+        student: the weights that are trained.
+        states: ``[B, T, H]`` the states of each step. They are shifted to the positions of the
+            distributions that they predict: token t + 2 + k, which step k predicts from t, is
+            compared at position t + 1 + k.
+        values_of: returns a pytree of ``[B, n]`` values from the student, the step, its states
+            ``[B, n, H]`` at n positions, and the labels there.
+        arrays: pytrees of ``[B, T, ...]`` from which the labels are computed.
+        labels_of: returns the labels at n positions from these arrays, ``[B, n, ...]``.
+        numbers: see `chunks.width_of`.
+        mesh: see `chunks.width_of`.
+
+    Returns:
+        For each step the values ``[B, T]`` at all positions.
+    """
+    # Shift the states and not the logits: [B, T, H] is smaller than [B, T, V].
+    shifted = [behind(of_step, 1 + step) for step, of_step in enumerate(states)]
+    rows, count = shifted[0].shape[:2]
+    # The steps of a chunk are computed one after the other for the gradient, too.
+    is_small = width_of(rows, count, numbers * len(shifted), mesh) >= count
+    values_of_step = values_of if is_small else jax.checkpoint(values_of, static_argnums=1)
+
+    def compare(student: Any, states: list[jax.Array], *arrays: Any) -> list[Any]:
+        labels = labels_of(*arrays)
+        return [
+            values_of_step(student, step, of_step, labels) for step, of_step in enumerate(states)
+        ]
+
+    return by_chunks(compare, (shifted, *arrays), numbers, mesh, student=student)
 
 
 def decayed(
     batch: Batch,
-    states: Iterable[jax.Array],
-    loss_of: Callable[[jax.Array, jax.Array], jax.Array],
+    values: Sequence[Any],
+    loss_of: Callable[[Any, jax.Array], jax.Array],
     decay: float,
     whole: ArrayLike = True,
 ) -> Loss:
@@ -86,18 +130,16 @@ def decayed(
 
     Args:
         batch: the windows.
-        states: ``[B, T, H]`` the states of each step.
-        loss_of: returns the loss of states ``[B, T, H]`` under a mask ``[B, T]``. Each state stands
-            at the position of the distribution that it predicts.
+        values: the values of each step, see `compared`.
+        loss_of: returns the losses ``[B, T]`` from the values of a step and the mask ``[B, T]`` of
+            those that count.
         decay: the factor of the weight from one step to the next.
         whole: ``[B, T]`` bool which distributions count at all.
     """
     total, metrics = jnp.zeros(()), {}
-    for step, step_states in enumerate(states):
-        # Shift the states to the distributions: [B, T, H] is smaller than [B, T, V].
-        loss = loss_of(
-            behind(step_states, 1 + step), behind(counted(batch, step), 1 + step) & whole
-        )
+    for step, of_step in enumerate(values):
+        mask = counted_behind(batch, step) & whole
+        loss = losses.mean_over_positions(loss_of(of_step, mask), mask)
         total += decay**step * loss
         metrics |= {f"loss_{step}": loss}
     return total, {"loss": total, **metrics}

@@ -23,19 +23,21 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.config import ConfigError
 from specjax.drafters.methods.dflash import DFlash
 from specjax.models.attention import Piece, Shared
 from specjax.models.cache import Entries
-from specjax.models.transformer import Output, States, Target
+from specjax.models.transformer import States, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
 from specjax.training.objectives.acceptance import (
     AcceptanceLoss,
     acceptance_loss_by_depth,
+    acceptance_values,
     check_loss,
 )
 from specjax.training.objectives.ahead import (
@@ -44,11 +46,12 @@ from specjax.training.objectives.ahead import (
     agreement,
     chain_metrics,
     counted,
+    label_entropy,
 )
 from specjax.training.objectives.chunks import by_chunks
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.unrolling import places as distance_from_first
-from specjax.training.objectives.windows import read, score
+from specjax.training.objectives.windows import read
 
 _NEVER = -1e9
 """The log-probability of an impossible token. It is finite, so that 0 times it is 0."""
@@ -130,8 +133,21 @@ class BlockMethod(TrainingMethod):
         return {}
 
     def each(self, student: Any, target: Target, drafted: "DraftedBlocks") -> dict[str, jax.Array]:
-        """Return the terms of the loss by name, ``[B, A, D]`` each. Their sum is minimized."""
+        """Return values of each prediction by name, ``[B, A, D]`` each.
+
+        It is called for some blocks at a time, so that the logits of all blocks are never in
+        memory. It must treat all blocks alike.
+        """
         raise NotImplementedError
+
+    def terms(self, values: dict[str, jax.Array], valid: jax.Array) -> dict[str, jax.Array]:
+        """Return the terms of the loss by name, ``[B, A, D]`` each. Their sum is minimized.
+
+        Args:
+            values: the results of `each` for all blocks. By default they are the terms.
+            valid: ``[B, A, D]`` bool which predictions count.
+        """
+        return values
 
     def objective(self, student: Any, batch: Batch, target: Target) -> Loss:
         """Return the loss and the metrics.
@@ -139,7 +155,7 @@ class BlockMethod(TrainingMethod):
         The loss is the sum of the terms over the predictions that count, divided by the number of
         all predictions (see `losses.mean_over_positions`).
         """
-        output, _ = score(target, batch, student.taps(target.config))
+        output, _ = read(target, batch, student.taps(target.config))
         depth = student.config.depth
         valid = jnp.stack([counted(batch, step) for step in range(depth)], axis=-1)
         # A prediction counts only if all shallower ones of its block do.
@@ -147,7 +163,14 @@ class BlockMethod(TrainingMethod):
         places = draw_places(batch["key"], valid[..., 0], min(self.anchors, valid.shape[1]))
         states = read_blocks(student, target, batch, output, places, remat=self.remat)
         drafted = DraftedBlocks.at(places, batch, output, states, valid)
-        terms = self.each(student, target, drafted)
+        values = by_chunks(
+            lambda student, drafted: self.each(student, target, drafted),
+            (drafted,),
+            numbers=depth * target.config.vocab_size,
+            mesh=target.mesh,
+            student=student,
+        )
+        terms = self.terms(values, drafted.valid)
         rows = (valid.shape[0], -1)
         mask = drafted.valid.reshape(rows)
         means = {
@@ -265,25 +288,33 @@ class TokenMethod(BlockMethod):
             "variant": factors | {"final_logit_softcapping": self.final_logit_softcapping or None}
         }
 
-    def token_loss(self, logits: jax.Array, target: Target, drafted: "DraftedBlocks") -> jax.Array:
-        """Return the weighted loss ``[B, A, D]`` of ``logits [B, A, D, V]``."""
-        log_q = jax.nn.log_softmax(logits)
+    def each(self, student: Any, target: Target, drafted: "DraftedBlocks") -> dict[str, jax.Array]:
+        return self.token_values(student.logits(target, drafted.states), target, drafted)
+
+    def terms(self, values: dict[str, jax.Array], valid: jax.Array) -> dict[str, jax.Array]:
+        return {"token_loss": self.token_loss(values, valid)}
+
+    def token_values(
+        self, logits: jax.Array, target: Target, drafted: "DraftedBlocks"
+    ) -> dict[str, jax.Array]:
+        """Return what `token_loss` needs to know of ``logits [B, A, D, V]``."""
         if self.loss == "cross_entropy":
-            if self.labels == "target":
-                cross_entropy = -jnp.sum(
-                    jax.nn.softmax(target.head(drafted.hidden)) * log_q, axis=-1
-                )
-            else:
-                cross_entropy = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[
-                    ..., 0
-                ]
-            return self.weighed(cross_entropy, jnp.exp(-cross_entropy), drafted.valid)
+            expected = drafted.tokens if self.labels == "text" else target.head(drafted.hidden)
+            return {"cross_entropy": label_entropy(self.labels, expected, logits)}
         if self.labels == "target":
             log_p = jax.nn.log_softmax(target.head(drafted.hidden))
         else:  # one-hot at the token of the text
-            log_p = jnp.where(jnp.arange(log_q.shape[-1]) == drafted.tokens[..., None], 0.0, _NEVER)
-        loss = acceptance_loss_by_depth(self.loss, log_p, log_q, drafted.valid, self.eta)
-        return self.weighed(loss, jnp.exp(losses.log_acceptance(log_p, log_q)), drafted.valid)
+            is_token = jnp.arange(logits.shape[-1]) == drafted.tokens[..., None]
+            log_p = jnp.where(is_token, 0.0, _NEVER)
+        return acceptance_values(self.loss, log_p, logits)
+
+    def token_loss(self, values: dict[str, jax.Array], valid: jax.Array) -> jax.Array:
+        """Return the weighted loss ``[B, A, D]`` from `token_values`."""
+        if self.loss == "cross_entropy":
+            entropy = values["cross_entropy"]
+            return self.weighed(entropy, jnp.exp(-entropy), valid)
+        loss = acceptance_loss_by_depth(self.loss, values, valid, self.eta)
+        return self.weighed(loss, jnp.exp(values["log_acceptance"]), valid)
 
     def weighed(self, loss: jax.Array, right: jax.Array, valid: jax.Array) -> jax.Array:
         """Multiply losses ``[B, A, D]`` by the weights of their depths.
@@ -299,7 +330,7 @@ class TokenMethod(BlockMethod):
         return weight * loss
 
 
-@dataclass(frozen=True)
+@struct.dataclass
 class DraftedBlocks:
     """The drafts of A blocks per window at D depths, and their labels.
 
@@ -320,7 +351,7 @@ class DraftedBlocks:
 
     @classmethod
     def at(
-        cls, places: jax.Array, batch: Batch, output: Output, states: jax.Array, valid: jax.Array
+        cls, places: jax.Array, batch: Batch, output: States, states: jax.Array, valid: jax.Array
     ) -> "DraftedBlocks":
         """Collect the labels of blocks.
 

@@ -5,6 +5,7 @@ of 151,936 tokens take 1.2 GB in float32, and a loss holds several arrays of tha
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,11 +49,14 @@ def by_chunks(
     numbers: int,
     mesh: Mesh | None = None,
     widest: int | None = None,
+    student: Any = None,
 ) -> Any:
     """Return ``function(*arrays)``, computed for one chunk of positions after the other.
 
     If one chunk is enough, it is a plain call. Otherwise each chunk is computed again for the
-    gradient (`jax.checkpoint`), so that neither pass holds more than one chunk.
+    gradient (`jax.checkpoint`), so that neither pass holds more than one chunk. The gradients of a
+    ``student`` are summed over the chunks in float32: sums of its own type would be rounded once
+    for each chunk.
 
     Args:
         function: maps pytrees of arrays ``[B, n, ...]`` to a pytree of arrays ``[B, n, ...]``. It
@@ -61,6 +65,7 @@ def by_chunks(
         numbers: see `width_of`.
         mesh: see `width_of`.
         widest: the most positions of a chunk; None for any number.
+        student: the weights that are trained, or None. They are the first argument of ``function``.
 
     Examples:
         >>> from specjax.training.objectives.chunks import by_chunks
@@ -74,10 +79,11 @@ def by_chunks(
         (2, 6)
     """
     arrays = tuple(arrays)
+    weights = () if student is None else (student,)
     rows, count = jax.tree.leaves(arrays)[0].shape[:2]
     width = min(width_of(rows, count, numbers, mesh), widest or count)
     if width >= count:
-        return function(*arrays)
+        return function(*weights, *arrays)
     chunks = -(-count // width)
 
     def split(array: jax.Array) -> jax.Array:
@@ -89,7 +95,17 @@ def by_chunks(
     def join(array: jax.Array) -> jax.Array:
         return jnp.moveaxis(array, 0, 1).reshape(rows, -1, *array.shape[3:])[:, :count]
 
-    values = jax.lax.map(
-        lambda chunk: jax.checkpoint(function)(*chunk), jax.tree.map(split, arrays)
-    )
+    wide = jax.tree.map(_widened, weights)
+
+    @jax.checkpoint
+    def of_chunk(wide: Any, chunk: tuple[Any, ...]) -> Any:
+        narrow = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), wide, weights)
+        return function(*narrow, *chunk)
+
+    values = jax.lax.map(partial(of_chunk, wide), jax.tree.map(split, arrays))
     return jax.tree.map(join, values)
+
+
+def _widened(leaf: jax.Array) -> jax.Array:
+    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+    return leaf.astype(jnp.float32) if is_narrow else leaf

@@ -1,6 +1,8 @@
 """Drafters with a smaller vocabulary than the target: its tokens, and the labels and loss."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -15,9 +17,15 @@ from specjax.sampling import argmax
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
 from specjax.training.contract import Batch, StudentInputs
-from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss, check_loss
+from specjax.training.objectives.acceptance import (
+    AcceptanceLoss,
+    acceptance_loss,
+    acceptance_values,
+    check_loss,
+)
+from specjax.training.objectives.chunks import by_chunks
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes
-from specjax.training.objectives.windows import forward
+from specjax.training.objectives.windows import read
 
 
 @dataclass(frozen=True)
@@ -85,34 +93,55 @@ class Eagle3Method(FeatureMethod):
         return self.freeze_head and path == "params.lm_head"
 
 
-def draft_labels(student: Eagle3, target: Target, batch: Batch) -> tuple[jax.Array, ...]:
-    """Return the drafter's features, the target's logits, and where they are of use.
+@dataclass(frozen=True)
+class DraftLabels:
+    """The labels of a drafter with a smaller vocabulary, from the target.
 
-    Returns:
-        The features ``[B, T, H]``, the target's logits ``[B, T, Vd]`` of the tokens that the
-        student can draft, the log-sum-exp ``[B, T]`` of the logits of all tokens, and ``[B|1,
-        T|1]`` bool whether the target's likeliest token is one of them.
+    Attributes:
+        features: ``[B, T, H]`` the drafter's features.
+        hidden: ``[B, T, H]`` the target's hidden states.
+        log_total: ``[B, T]`` the log-sum-exp of all of the target's logits.
+        can_be_drafted: ``[B, T]`` bool whether the target's likeliest token can be drafted.
+        logits: returns the target's logits ``[..., Vd]`` of the tokens that can be drafted, from
+            its hidden states.
     """
-    output = forward(target, batch, student.taps(target.config))
-    theirs, can_be_drafted = output.logits, jnp.ones((1, 1), bool)
-    vocabulary = student.vocabulary(target)
-    if vocabulary is not None:
-        can_be_drafted = jnp.any(argmax(theirs)[..., None] == vocabulary.ids, axis=-1)
-        theirs = student.drafted_logits(target, output.hidden)
-    log_total = jax.nn.logsumexp(output.logits, axis=-1)
-    return student.features(output), theirs, log_total, can_be_drafted
+
+    features: jax.Array
+    hidden: jax.Array
+    log_total: jax.Array
+    can_be_drafted: jax.Array
+    logits: Callable[[jax.Array], jax.Array]
+
+    @classmethod
+    def of(cls, student: Eagle3, target: Target, batch: Batch) -> "DraftLabels":
+        """Read the windows of a batch with the target."""
+        output, _ = read(target, batch, student.taps(target.config))
+        vocabulary = student.vocabulary(target)
+
+        def summarise(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits = target.head(hidden)
+            return jax.nn.logsumexp(logits, axis=-1), argmax(logits)
+
+        log_total, likeliest = by_chunks(
+            summarise, (output.hidden,), numbers=target.config.vocab_size, mesh=target.mesh
+        )
+        if vocabulary is None:
+            can_be_drafted, logits = jnp.ones(likeliest.shape, bool), target.head
+        else:
+            table = jnp.zeros(target.config.vocab_size, bool).at[vocabulary.ids].set(True)
+            can_be_drafted = table[likeliest]
+            logits = partial(student.drafted_logits, target, head=student.drafted_head(target))
+        return cls(student.features(output), output.hidden, log_total, can_be_drafted, logits)
 
 
 @shape_checked
-def token_loss(
+def token_values(
     loss: Literal["cross_entropy"] | AcceptanceLoss,
     theirs: Float[Array, "B T Vd"],
     log_total: Float[Array, "B T"],
     logits: Float[Array, "B T Vd"],
-    mask: Bool[Array, "B T"],
-    eta: float,
-) -> Float[Array, "B T"]:
-    """Return the loss of each prediction of one depth.
+) -> dict[str, Float[Array, "B T"]]:
+    """Return what a loss needs to know of each prediction.
 
     For the cross entropy, the target's distribution is restricted to the draft vocabulary and
     scaled to a sum of 1. For the losses of acceptance it is not scaled, because a token is accepted
@@ -120,15 +149,33 @@ def token_loss(
 
     Args:
         loss: the name of the loss.
-        theirs: the target's logits over the draft vocabulary, see `draft_labels`.
+        theirs: the target's logits over the draft vocabulary, see `DraftLabels`.
         log_total: the log-sum-exp of all of the target's logits.
         logits: the drafter's logits.
+    """
+    if loss == "cross_entropy":
+        return {"cross_entropy": losses.soft_cross_entropy(theirs, logits)}
+    return acceptance_values(loss, theirs - log_total[..., None], logits)
+
+
+@shape_checked
+def token_loss(
+    loss: Literal["cross_entropy"] | AcceptanceLoss,
+    values: dict[str, Float[Array, "B T"]],
+    mask: Bool[Array, "B T"],
+    eta: float,
+) -> Float[Array, "B T"]:
+    """Return the loss of each prediction of one depth.
+
+    Args:
+        loss: the name of the loss.
+        values: the `token_values` of all predictions of that depth.
         mask: the predictions that count.
         eta: see `losses.hybrid`.
     """
     if loss == "cross_entropy":
-        return losses.soft_cross_entropy(theirs, logits)
-    return acceptance_loss(loss, theirs - log_total[..., None], logits, mask, eta)
+        return values["cross_entropy"]
+    return acceptance_loss(loss, values, mask, eta)
 
 
 def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:

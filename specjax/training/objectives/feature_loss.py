@@ -11,9 +11,9 @@ from specjax.models.transformer import Target
 from specjax.sampling import likeliest
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, StudentInputs
-from specjax.training.objectives.ahead import counted, expected
+from specjax.training.objectives.ahead import behind, compared, counted_behind
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes, unroll
-from specjax.training.objectives.windows import score
+from specjax.training.objectives.windows import read
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def feature_loss(
     Returns:
         The loss in nats, and the metrics.
     """
-    output, entries = score(target, batch)
+    output, entries = read(target, batch)
     summarise = jax.checkpoint(type(student).features) if remat else type(student).features
     features = summarise(student, output, entries)
     count = features.shape[1]
@@ -88,24 +88,37 @@ def feature_loss(
         features = features + jax.random.uniform(
             batch["key"], features.shape, features.dtype, -width / 2, width / 2
         )
-    total, metrics = jnp.zeros(()), {}
-    for step, states in enumerate(
-        unroll(student, batch, target, features, steps, detach=True, remat=remat)
-    ):
-        mask = counted(batch, step)
-        target_states, target_logits = expected(output, step)
+    states = list(unroll(student, batch, target, features, steps, detach=True, remat=remat))
+
+    def values_of(
+        student: Eagle, step: int, states: jax.Array, target_logits: jax.Array
+    ) -> dict[str, jax.Array]:
         logits = student.logits(target, states)
-        feature_term = losses.mean_over_positions(losses.smooth_l1(states, target_states), mask)
-        token_term = losses.mean_over_positions(
-            losses.soft_cross_entropy(target_logits, logits), mask
-        )
-        loss = feature_term + token_weight * token_term
+        values = {"token": losses.soft_cross_entropy(target_logits, logits)}
         if top_k_weight:
             best, tokens = likeliest(jax.nn.softmax(target_logits), top_k)
-            top_k_term = -jnp.sum(
-                best * jnp.take_along_axis(jax.nn.log_softmax(logits), tokens, axis=-1), axis=-1
-            )
-            loss += top_k_weight * losses.mean_over_positions(top_k_term, mask)
+            log_q = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens, axis=-1)
+            values["top_k"] = -jnp.sum(best * log_q, axis=-1)
+        return values
+
+    values = compared(
+        student,
+        states,
+        values_of,
+        (output.hidden,),
+        target.head,
+        numbers=target.config.vocab_size,
+        mesh=target.mesh,
+    )
+    total, metrics = jnp.zeros(()), {}
+    for step, (of_step, step_states) in enumerate(zip(values, states, strict=True)):
+        mask = counted_behind(batch, step)
+        distance = losses.smooth_l1(behind(step_states, 1 + step), output.hidden)
+        feature_term = losses.mean_over_positions(distance, mask)
+        token_term = losses.mean_over_positions(of_step["token"], mask)
+        loss = feature_term + token_weight * token_term
+        if top_k_weight:
+            loss += top_k_weight * losses.mean_over_positions(of_step["top_k"], mask)
         total += loss / steps
         metrics |= {f"feature_loss_{step}": feature_term, f"token_loss_{step}": token_term}
     return total, {"loss": total, **metrics}

@@ -96,9 +96,11 @@ class WholeModelMethod(TrainingMethod):
 
     Attributes:
         model: the sizes of the model.
+        remat: whether to recompute activations for the gradient, to save memory.
     """
 
     model: ModelSizes = ModelSizes()
+    remat: bool = False
     whole_model: ClassVar[bool] = True
 
     def check(self, window: int) -> None:
@@ -109,17 +111,29 @@ class WholeModelMethod(TrainingMethod):
         return self.model.init(key, inputs)
 
 
-def next_token_metrics(model: Target, hidden: jax.Array, batch: Batch) -> dict[str, Mean]:
-    """Return the loss of the next token and the accuracy, of a model's states ``[B, T, H]``."""
+def next_token(model: Target, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Return the cross entropy of each next token, and whether it is the likeliest, ``[B, T]``.
 
-    def compare(hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    ``hidden [B, T, H]`` are the model's states.
+    """
+
+    def compare(model: Target, hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = model.head(hidden)
         return losses.cross_entropy(logits, labels), jnp.argmax(logits, axis=-1) == labels
 
-    labels, mask = batch["tokens"][:, 1:], batch["loss_mask"]
-    entropies, is_right = by_chunks(
-        compare, (hidden, labels), numbers=model.config.vocab_size, mesh=model.mesh
+    return by_chunks(
+        compare,
+        (hidden, batch["tokens"][:, 1:]),
+        numbers=model.config.vocab_size,
+        mesh=model.mesh,
+        student=model,
     )
+
+
+def next_token_metrics(model: Target, hidden: jax.Array, batch: Batch) -> dict[str, Mean]:
+    """Return the loss of the next token and the accuracy, of a model's states ``[B, T, H]``."""
+    entropies, is_right = next_token(model, hidden, batch)
+    mask = batch["loss_mask"]
     return {
         "loss": Mean.over_positions(entropies, mask, batch),
         "accuracy": Mean.over_labels(is_right, mask),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -30,6 +31,24 @@ def read(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[States,
     ``taps`` are those of `Target.run`.
     """
     return model.read(batch["tokens"][:, :-1], documents=batch["segments"][:, :-1], taps=taps)
+
+
+def read_student(model: Target, batch: Batch, remat: bool) -> jax.Array:
+    """Return the hidden states ``[B, T, H]`` of a whole model that is trained, as `read`.
+
+    With ``remat``, the activations of each layer are recomputed for the gradient.
+    """
+    if not remat:
+        return read(model, batch)[0].hidden
+    tokens, documents = batch["tokens"][:, :-1], batch["segments"][:, :-1]
+
+    def run_layer(model: Target, x: jax.Array, layer: int) -> jax.Array:
+        return model.run(x, tokens=tokens, documents=documents, layers=(layer, layer + 1))[0]
+
+    x = model.embed(tokens)
+    for layer in range(model.config.num_layers):
+        x = jax.checkpoint(run_layer, static_argnums=2)(model, x, layer)
+    return model.norm(x)
 
 
 def score(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[Output, Entries]:
