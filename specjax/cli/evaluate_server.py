@@ -51,10 +51,12 @@ class ServerMeasurement:
 
     def run(self) -> EvaluationResults:
         """Ask the server all questions, and return the figures."""
+        refusals: list[str] = []
         answers = ask(
             self.model,
             self.questions,
             self.fields(),
+            refusals,
             lambda questions: track(questions, "asking the server"),
         )
         figures = report.summarise_served(answers, self.model.name, self.protocol)
@@ -69,8 +71,14 @@ class ServerMeasurement:
                 "counters": growth.names,
                 "drafts": growth.drafts,
                 "tokens_of_strangers": strangers,
+                "refused_turns": len(refusals),
             },
         }
+        left_out = (
+            f"{len(refusals)} turns and those after them were left out: the server refused them"
+        )
+        if refusals:
+            explanations.append(f"{left_out}. The first refusal: {refusals[0]}")
         if strangers:
             explanations.append(
                 f"The server also generated {strangers} tokens for requests of others, which its"
@@ -91,6 +99,7 @@ class ServerMeasurement:
                 if growth.draft_length is None
                 else {self.model.name: f"chain of {growth.draft_length}"},
             )
+            texts += [left_out] if refusals else []
             explanations.append(report.explanation_of_protocol(self.protocol, measure, texts))
             content["protocol"] = {"name": self.protocol.name, "differences": texts}
             if self.protocol.name == "speed-bench" and growth.draft_length is not None:

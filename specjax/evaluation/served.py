@@ -30,6 +30,14 @@ _WARM_UP = [{"role": "user", "content": "Count from one to ten."}]
 _WARM_UP_TOKENS = 16
 
 
+_REFUSALS = (400, 413, 422)
+"""The codes with which servers refuse one request, such as one that is too long for the model."""
+
+
+class RefusedRequestError(InputError):
+    """The error that a server refuses a request, and may answer others."""
+
+
 @dataclass(frozen=True)
 class ServedAnswer:
     """A server's answer to one turn of a question.
@@ -143,7 +151,8 @@ class MeasuredServer:
                 return answer.read()
         except urllib.error.HTTPError as error:
             explanation = error.read(300).decode(errors="replace")
-            raise InputError(
+            kind = RefusedRequestError if error.code in _REFUSALS else InputError
+            raise kind(
                 f"server={self.url!r}: {path} answers {error.code}: {explanation!r}; correct"
                 " the option that it names, or the address"
             ) from None
@@ -158,6 +167,7 @@ def ask(
     model: MeasuredServer,
     questions: Sequence[Question],
     fields: Mapping[str, Any],
+    refusals: list[str] | None = None,
     track: Callable[[Sequence[Question]], Iterable[Question]] = lambda questions: questions,
 ) -> list[ServedAnswer]:
     """Ask a server all turns of all questions, one at a time, and return how it answered.
@@ -169,6 +179,8 @@ def ask(
         model: the model.
         questions: the questions.
         fields: the fields of the requests beside the model and the messages.
+        refusals: a list for the texts of errors with which the server refuses turns, such as those
+            that are too long. A question ends before such a turn. None: the first one is raised.
         track: returns the questions and shows the progress.
 
     Raises:
@@ -182,13 +194,21 @@ def ask(
         for turn in question.turns:
             messages.append({"role": "user", "content": turn})
             started = time.perf_counter()
-            text, tokens = model.complete(messages, fields)
+            try:
+                text, tokens = model.complete(messages, fields)
+            except RefusedRequestError as error:
+                if refusals is None:
+                    raise
+                refusals.append(str(error))
+                break
             seconds = time.perf_counter() - started
             messages.append({"role": "assistant", "content": text})
             after = _settled(model, before, tokens)
             growth = after.since(before)
             answers.append(ServedAnswer(index, question.category, seconds, tokens, growth))
             before = after
+    if refusals and not answers:
+        raise InputError(refusals[0])
     return answers
 
 

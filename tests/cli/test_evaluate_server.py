@@ -58,6 +58,7 @@ def test_speed_bench_on_vllm(questions, tmp_path, capsys) -> None:
         "counters": "vllm",
         "drafts": 8,
         "tokens_of_strangers": 0,
+        "refused_turns": 0,
     }
     assert report["protocol"]["differences"] == [
         "2 questions instead of 880",
@@ -115,6 +116,19 @@ def test_without_a_protocol(questions, tmp_path) -> None:
     assert "protocol" not in report
     assert "acceptance_length_by_protocol" not in report["results"]["overall"]["mine"]
     assert not list((tmp_path / "out").glob("*.yaml"))
+
+
+def test_refused_turns_are_a_difference(questions, tmp_path, capsys) -> None:
+    output = tmp_path / "out"
+    with stub_server(VLLMMetrics(3), ANSWERS) as stub:
+        stub.refused = "Faster"
+        command = ["evaluate", "--server", stub.url, "--questions", questions]
+        assert main([*command, "--protocol", "spec-bench", "--output", str(output)]) == 0
+    report = json.loads((output / "results.json").read_text())
+    assert report["server"]["refused_turns"] == 1
+    text = "1 turns and those after them were left out: the server refused them"
+    assert text in report["protocol"]["differences"]
+    assert "The first refusal: server=" in capsys.readouterr().out
 
 
 def test_other_requests_are_reported(questions, tmp_path, capsys) -> None:

@@ -128,6 +128,8 @@ class Stub:
         self.url = ""
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.refused = ""
+        """A text; a request whose last message has it is refused as too long."""
         self.stranger: MadeUpAnswer | None = None
         """An answer to somebody else, which is counted beside each of ours."""
 
@@ -163,6 +165,9 @@ def stub_server(metrics: StubMetrics, answers: Sequence[MadeUpAnswer]) -> Iterat
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if stub.refused and stub.refused in body["messages"][-1]["content"]:
+                self.send_error(400, "too long")
+                return
             answer = stub.answer(self.path, body, self.headers["Authorization"])
             self.reply(json.dumps(answer).encode())
 

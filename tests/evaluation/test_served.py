@@ -85,6 +85,20 @@ def test_tokens_for_strangers_are_reported() -> None:
     assert [answer.tokens_of_strangers for answer in answers] == [7, 7, 7]
 
 
+def test_a_question_ends_before_a_turn_that_is_refused() -> None:
+    with stub_server(VLLMMetrics(3), ANSWERS) as stub:
+        stub.refused = "Faster"
+        refusals: list[str] = []
+        answers = ask(MeasuredServer(stub.url), QUESTIONS, FIELDS, refusals)
+        assert [answer.category for answer in answers] == ["coding", "rag"]
+        assert len(refusals) == 1
+        assert "answers 400" in refusals[0]
+        with pytest.raises(InputError, match="answers 400"):
+            ask(MeasuredServer(stub.url), QUESTIONS, FIELDS)
+        with pytest.raises(InputError, match="answers 400"):
+            ask(MeasuredServer(stub.url), [Question("coding", ("Faster.",))], FIELDS, [])
+
+
 def test_counters_of_another_server_are_refused() -> None:
     class Elsewhere(VLLMMetrics):
         def count(self, answer: MadeUpAnswer) -> None:
