@@ -182,6 +182,23 @@ def test_likely_tokens_after_every_node_are_stored_and_a_row_that_is_done_keeps_
     assert lists_of(table, 1) == {}
 
 
+def test_tokens_that_were_committed_while_it_was_paused_are_stored_as_pairs() -> None:
+    drafter, target = TokenRecycling(2, Chain(2)), tiny_target()
+    committed = Committed(
+        tokens=jnp.array([[5, 1, 5], [5, 1, 5]]),
+        following=jnp.array([[1, 5, 2], [1, 5, 2]]),
+        output=None,  # pyright: ignore[reportArgumentType]
+        entries=(),
+        count=jnp.array([3, 1]),
+        cache=None,  # pyright: ignore[reportArgumentType]
+    )
+    draft = Draft.chain(committed.tokens[:, 0], committed.tokens[:, 1:])
+    verdict = Verdict(path=jnp.zeros((2, 3), jnp.int32), count=committed.count, token=draft.tokens)
+    table = drafter.update(target, drafter.start(target, 2, 16), draft, verdict, committed)
+    assert lists_of(table, 0) == {5: [2, 1], 1: [5]}
+    assert lists_of(table, 1) == {5: [1]}
+
+
 @pytest.mark.full
 def test_the_table_after_a_step_has_what_a_plain_pass_of_the_target_holds_likely(target) -> None:
     drafter = TokenRecycling(3, TREE)
