@@ -17,6 +17,7 @@ from specjax import sharding
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.params import Params
 from specjax.models.primitives import activate, linear, mlp, rms_norm
+from specjax.models.sorted_experts import run_sorted
 from specjax.shape_checks import shape_checked
 
 
@@ -131,12 +132,12 @@ def _run(
 
     Indices in ``chosen`` of experts that are not here are ignored.
 
-    One expert after the other runs on all tokens, and its output is weighted with 0 for other
-    experts' tokens. That is more arithmetic than sorting tokens by expert. But a pass over a few
-    tokens spends its time reading the experts' weights, and this reads each expert once. On a CPU
-    (64 experts of 1024 x 384, 8 for a token, 1 to 256 tokens) `jax.lax.ragged_dot` over sorted
-    tokens, which XLA implements there as masked products with all experts, takes 5 to 10 times as
-    long, and gathering each token's experts 20 times.
+    Many tokens are sorted by expert (`specjax.models.sorted_experts`). With few, one expert after
+    the other runs on all tokens, and its output is weighted with 0 for other experts' tokens. That
+    is more arithmetic. But a pass over a few tokens spends its time reading the experts' weights,
+    and this reads each expert once. On a CPU (64 experts of 1024 x 384, 8 for a token, 1 to 256
+    tokens) `jax.lax.ragged_dot` over sorted tokens, which XLA implements there as masked products
+    with all experts, takes 5 to 10 times as long, and gathering each token's experts 20 times.
 
     Args:
         config: the configuration of the layer.
@@ -147,6 +148,11 @@ def _run(
             ``down [E, I, H]``, and their biases, if they have any.
     """
     count = experts["gate"].shape[0]
+    if _sorts(config, len(x)):
+        assert config.moe is not None
+        mean = len(x) * config.moe.experts_per_token / config.moe.num_experts
+        unit, gate = partial(_unit, config), partial(_gated, config)
+        return run_sorted(unit, gate, x, chosen, weights, experts, mean)
     # Index `count` is dropped below.
     chosen = jnp.where((chosen >= 0) & (chosen < count), chosen, count)
     shares = jnp.zeros((count, len(x)), jnp.float32)
@@ -179,6 +185,27 @@ def _run(
             where_chosen, total, jnp.argsort(~is_chosen, stable=True)[: chosen.size]
         )
     return total
+
+
+LEAST_SORTED = 128
+"""The number of tokens from which on they are sorted by expert."""
+
+
+def _sorts(config: ModelConfig, tokens: int) -> bool:
+    """Return whether tokens are sorted by expert. It depends on shapes alone.
+
+    docs/results/cpu.md has the times of both forms.
+    """
+    moe = config.moe
+    assert moe is not None
+    return tokens >= LEAST_SORTED and moe.num_experts >= 4 * moe.experts_per_token
+
+
+def _unit(config: ModelConfig, params: Params, rows: jax.Array, counts: jax.Array) -> jax.Array:
+    """Run one expert on the rows that count. See `specjax.models.sorted_experts`."""
+    gated = _gated(config, linear(params, "gate", rows), linear(params, "up", rows))
+    # With biases it is not 0 for rows of zeros, which a calibration would take for inputs.
+    return linear(params, "down", jnp.where(counts[:, None], gated, 0))
 
 
 def _gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
