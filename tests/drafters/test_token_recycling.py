@@ -144,6 +144,8 @@ def test_the_pairs_of_a_text_are_stored_as_if_one_came_after_the_other(vocab) ->
             expected[row] = slow_pairs(expected[row], tokens[row, :length].tolist(), size)
     for row in range(rows):
         assert lists_of(table, row) == expected[row]
+    is_pair = np.asarray(table.tokens) >= 0
+    np.testing.assert_allclose(np.asarray(table.logprobs)[is_pair], np.log(0.5), rtol=1e-6)
     assert max(len(entries) for lists in expected for entries in lists.values()) == min(size, vocab)
 
 

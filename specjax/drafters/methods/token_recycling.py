@@ -282,8 +282,8 @@ def _with_pairs(
     """Return the table after ``following [B, T]`` came after ``tokens [B, T]`` in the text.
 
     The first ``count [B]`` pairs are valid. The newest followers of a token become the first of its
-    list. The target's probability of a follower is not known: it is taken for 1/2 at the newest,
-    1/4 at the one before, and so on.
+    list. The target's probability of a follower is not known, and is taken for 1/2. So the table is
+    the same whether pairs are added one by one or together.
     """
     vocab, size = table.tokens.shape[1:]
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -302,11 +302,10 @@ def _with_pairs(
         return jnp.where(belongs, _after(follower, rank), NO_SUCCESSOR)
 
     new = jnp.stack([place(rank) for rank in range(size)], axis=-1)
-    estimates = -jnp.log(2.0) * jnp.arange(1, size + 1)
     old, old_logprobs = table.after(jnp.where(token < vocab, token, NO_SUCCESSOR))
     is_known = jnp.any(old[..., None] == new[..., None, :], axis=-1)
     both = jnp.concatenate([new, jnp.where(is_known, NO_SUCCESSOR, old)], axis=-1)
-    logprobs = jnp.concatenate([jnp.broadcast_to(estimates, new.shape), old_logprobs], axis=-1)
+    logprobs = jnp.concatenate([jnp.full(new.shape, jnp.log(0.5)), old_logprobs], axis=-1)
     # Empty places go to the end, and all others keep their order.
     order = jnp.argsort(both == NO_SUCCESSOR, axis=-1, stable=True)[..., :size]
     likely = jnp.take_along_axis(both, order, axis=-1)
