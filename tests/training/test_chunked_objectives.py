@@ -41,7 +41,7 @@ MODEL = ModelSizes(
     head_dim=8,
     max_positions=64,
 )
-BLOCKS: dict[str, Any] = {"target": "here", "layers": 1, "block_size": 4, "anchors": 9}
+BLOCKS: dict[str, Any] = {"target": "here", "layers": 1, "block_size": 4, "anchors": 20}
 CONVOLUTIONS: dict[str, Any] = {"conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
 METHODS = {
     "lm": Lm(model=MODEL),

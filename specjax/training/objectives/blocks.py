@@ -48,7 +48,7 @@ from specjax.training.objectives.ahead import (
     counted,
     label_entropy,
 )
-from specjax.training.objectives.chunks import by_chunks
+from specjax.training.objectives.chunks import by_chunks, width_of
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.unrolling import places as distance_from_first
 from specjax.training.objectives.windows import read
@@ -399,12 +399,22 @@ def read_blocks(
 ) -> jax.Array:
     """Return the drafter's states ``[B, A, D, H]`` of the blocks at ``places [B, A]``.
 
-    ``remat`` is as in `DFlash.run`.
+    Many blocks are read in chunks, each by all layers. ``remat`` is as in `DFlash.run`.
     """
     segments = batch["segments"][:, :-1]
     index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     context = student.context(student.features(output), index)
-    return _read(student, target, batch, context, places, remat=remat)
+    layer = student.config.layer
+    # The activations of a block: the MLP's are the largest of each layer.
+    numbers = student.config.block_size * layer.intermediate_size * layer.num_layers
+    is_whole = width_of(*places.shape, numbers, student.mesh) >= places.shape[1]
+
+    def read_chunk(trained: tuple[DFlash, Entries], places: jax.Array) -> jax.Array:
+        student, context = trained
+        # Chunks are recomputed as a whole for the gradient.
+        return _read(student, target, batch, context, places, remat=remat and is_whole)
+
+    return by_chunks(read_chunk, (places,), numbers, student.mesh, student=(student, context))
 
 
 def _read(
