@@ -779,4 +779,3 @@ def test_budgets_of_an_evaluation_on_a_tpu(tmp_path) -> None:
     )
     assert plan["evaluation"]["memory"]["temporaries"] < 9e9
     assert plan["evaluation"]["largest"] < 4 * 8 * 2048 * 151_936 / 2
-    assert plan["peak_bytes"] + 16e9 < plan["chip"]["memory"]  # with the other layers' weights
