@@ -407,7 +407,8 @@ def read_blocks(
     layer = student.config.layer
     # The activations of a block: the MLP's are the largest of each layer.
     numbers = student.config.block_size * layer.intermediate_size * layer.num_layers
-    is_whole = width_of(*places.shape, numbers, student.mesh) >= places.shape[1]
+    rows, count = places.shape
+    is_whole = width_of(rows, count, numbers, student.mesh) >= count
 
     def read_chunk(trained: tuple[DFlash, Entries], places: jax.Array) -> jax.Array:
         student, context = trained
