@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from specjax.models.attention.plain import SCORES_BYTES
 from specjax.models.cache import Entries
 from specjax.models.transformer import Output, States, Target
 from specjax.shape_checks import shape_checked
@@ -28,9 +29,43 @@ def first_tokens(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 def read(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[States, Entries]:
     """Return a model's states at the T inputs of a batch, without logits, and the KV of its layers.
 
-    ``taps`` are those of `Target.run`.
+    Long windows are read a few rows at a time, so that the scores of a layer's attention stay
+    within `SCORES_BYTES` on each device, or are those of a single row. ``taps`` are those of
+    `Target.run`.
     """
-    return model.read(batch["tokens"][:, :-1], documents=batch["segments"][:, :-1], taps=taps)
+    inputs = batch["tokens"][:, :-1], batch["segments"][:, :-1]
+    rows, count = inputs[0].shape
+    parts = _number_of_parts(model, rows, count)
+
+    def read_rows(inputs: tuple[jax.Array, jax.Array]) -> tuple[States, Entries]:
+        tokens, documents = inputs
+        return model.read(tokens, documents=documents, taps=taps)
+
+    # A part has every ``parts``-th row, so that it has rows of every device.
+    def split(array: jax.Array) -> jax.Array:
+        return jnp.moveaxis(array.reshape(rows // parts, parts, *array.shape[1:]), 1, 0)
+
+    def join(array: jax.Array) -> jax.Array:
+        return jnp.moveaxis(array, 0, 1).reshape(rows, *array.shape[2:])
+
+    if parts == 1:
+        return read_rows(inputs)
+    return jax.tree.map(join, jax.lax.map(read_rows, jax.tree.map(split, inputs)))
+
+
+def _number_of_parts(model: Target, rows: int, count: int) -> int:
+    """Return the number of equal parts in which rows of ``count`` tokens are read."""
+    mesh = model.mesh
+    data, heads = (1, 1) if mesh is None else (mesh.shape["data"], mesh.shape["model"])
+    bytes_of_row = 4 * model.config.num_heads * count**2 / heads
+    return next(
+        (
+            parts
+            for parts in range(1, rows + 1)
+            if rows % (parts * data) == 0 and bytes_of_row * rows / (parts * data) <= SCORES_BYTES
+        ),
+        max(rows // data, 1),
+    )
 
 
 def read_student(model: Target, batch: Batch, remat: bool) -> jax.Array:
