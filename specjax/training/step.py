@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import sharding
 from specjax.models.transformer import Target
+from specjax.training.arithmetic import count_flops
 from specjax.training.contract import Batch, Loss, Mean, Metrics, TrainingMethod, Windows, as_mean
 
 _EVALUATION_WINDOWS = 64
@@ -221,12 +222,8 @@ def cast(student: Any, dtype: Any) -> Any:
 
 
 def flops_of_step(state: TrainState, batch: Batch, target: Target | None, **fixed: Any) -> float:
-    """Return the floating-point operations of a `train_step` on all devices, as XLA counts them."""
-    # XLA counts the body of a loop once.
-    analysis = train_step.lower(state, batch, target, **fixed).cost_analysis()
-    if isinstance(analysis, dict):
-        return float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1)
-    return 0.0
+    """Return the floating-point operations of a `train_step` on all devices (`count_flops`)."""
+    return count_flops(train_step.trace(state, batch, target, **fixed).jaxpr)
 
 
 def trainable(student: Any, method: TrainingMethod) -> Any:
