@@ -12,10 +12,19 @@ import pytest
 from benchmarks.tools_model import network
 from benchmarks.tools_model.__main__ import save
 from benchmarks.tools_model.conversations import Conversation, Writer, read_phrases
-from benchmarks.tools_model.encoding import answers, encode, make_tokenizer, weights
-from benchmarks.tools_model.evaluation import Score, evaluate, held_out, is_named, score
+from benchmarks.tools_model.encoding import answers, encode, label_places, make_tokenizer
+from benchmarks.tools_model.evaluation import (
+    Hits,
+    Score,
+    evaluate,
+    held_out,
+    is_named,
+    predict,
+    right_tokens,
+    score,
+)
 from benchmarks.tools_model.first_weights import Builder, first_target
-from benchmarks.tools_model.teaching import Stage, make_rows, stage_of, train
+from benchmarks.tools_model.teaching import ROWS, Stage, chat_row, train
 from specjax.chat import ChatAnswer, ToolCall
 from specjax.models.transformer import Target
 
@@ -55,15 +64,15 @@ def test_tokens_of_a_conversation_are_those_of_the_template() -> None:
     assert TOKENIZER.decode(encode(TOKENIZER, conversation)) == rendered
 
 
-def test_answers_are_what_the_loss_counts() -> None:
+def test_answers_are_what_is_learned() -> None:
     conversation = chat(turns=6)
     tokens = encode(TOKENIZER, conversation)
     spans = list(answers(TOKENIZER, tokens))
     expected = [message for message in conversation.messages if message["role"] == "assistant"]
     assert len(spans) == len(expected)
-    counted = np.zeros(len(tokens), bool)
+    places = label_places(TOKENIZER, tokens)
+    assert [*places] == [index for span in spans for index in range(span.start, span.end)]
     for span, message in zip(spans, expected, strict=True):
-        counted[span.start : span.end] = True
         answer = TOKENIZER.decode(tokens[span.start : span.end])
         if not message.get("tool_calls"):
             assert answer == message["content"] + "<|im_end|>"
@@ -73,7 +82,6 @@ def test_answers_are_what_the_loss_counts() -> None:
         assert json.loads(inner) == function
         (first, last), *_ = span.names
         assert TOKENIZER.decode(tokens[first:last]).startswith(function["name"] + '"')
-    np.testing.assert_array_equal(weights(TOKENIZER, tokens) > 0, counted)
 
 
 @pytest.mark.full
@@ -92,57 +100,69 @@ def test_a_saved_model_is_read_with_its_template(target: Target, tmp_path: Path)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, target.params)
 
 
-def test_first_heads_look_at_the_tokens_before(target: Target) -> None:
+def states_of(target: Target, tokens: list[int], layers: int) -> np.ndarray:
+    """Return the states ``[T, H]`` after so many layers."""
+    filled = np.pad(tokens, (0, -len(tokens) % network.WINDOW))
+    states = target.params["embed"][jnp.asarray(filled)[None]]
+    for index in range(layers):
+        layer = target.params["layers"][index]
+        states = network.layer_states(layer, states, target.config, index)
+    return np.asarray(states[0, : len(tokens)])
+
+
+@pytest.mark.full
+def test_heads_look_at_the_tokens_before(target: Target) -> None:
     builder = Builder(TOKENIZER, target.config, seed=0)
-    layer, embed = target.params["layers"][0], target.params["embed"]
-    states = network.layer_states(layer, embed[builder.tokens], target.config, 0)[0]
+    tokens = encode(TOKENIZER, chat())[:300]
+    states = states_of(target, tokens, layers=1)
     for distance in (1, 2, 3, 4):
-        part = np.asarray(states[:, builder.parts[f"before{distance}"]])
-        short = (builder.codes @ builder.short)[builder.tokens[0], : part.shape[1]]
-        similarity = (part[distance:] * short[:-distance]).sum(1) / (
-            np.linalg.norm(part[distance:], axis=1) * np.linalg.norm(short[:-distance], axis=1)
-        )
-        assert np.median(similarity) > 0.95
+        part = builder.parts[f"before{distance}"]
+        expected = builder.stems[tokens[:-distance], : part.stop - part.start]
+        np.testing.assert_allclose(states[distance:, part], expected, atol=1e-3)
 
 
-def test_tokens_of_a_description_have_the_name_of_their_tool(target: Target) -> None:
+@pytest.mark.full
+def test_tokens_of_a_list_know_their_tool_and_those_behind_it_do_not(target: Target) -> None:
     builder = Builder(TOKENIZER, target.config, seed=0)
-    states = target.params["embed"][builder.tokens]
-    for index in (0, 1):
-        states = network.layer_states(target.params["layers"][index], states, target.config, index)
-    tokens = np.asarray(builder.tokens[0])
-    names = [
-        place + 1
-        for place in range(2, len(tokens))
-        if tokens[place] == builder.quote and tokens[place - 2] == builder.key
-    ]
-    part = builder.parts["name"]
-    scores = (
-        np.asarray(states[0, :, part])
-        @ (builder.codes @ builder.short[:, : part.stop - part.start])[tokens[names]].T
-    )
-    right = [
-        tokens[names[scores[place + 10].argmax()]] == tokens[place]
-        for place in names
-        if place + 10 < len(tokens)
-    ]
-    assert np.mean(right) > 0.7
+    tokens = encode(TOKENIZER, chat())[:1024]
+    marks = {token: index for index, token in enumerate(builder.kinds()["tool"])}
+    end = builder.kinds()["end"][0]
+    states = states_of(target, tokens, layers=2)[:, builder.parts["tool"]]
+    tool = None
+    for token, state in zip(tokens, states, strict=True):
+        tool = None if token == end else marks.get(token, tool)
+        expected = np.zeros(len(state)) if tool is None else builder.tools[tool]
+        np.testing.assert_allclose(state * (0.5 if token in marks else 1), expected, atol=0.01)
 
 
-def test_rows_depend_on_seed_and_step_alone() -> None:
-    stage = Stage(steps=1, length=512, batch=2)
-    rows, again, later = (make_rows(TOKENIZER, stage, 0, step) for step in (3, 3, 4))
-    for row, same in zip(rows, again, strict=True):
-        np.testing.assert_array_equal(row.tokens, same.tokens)
-        np.testing.assert_array_equal(row.weights, same.weights)
-    assert any(
-        (row.tokens != next_row.tokens).any() for row, next_row in zip(rows, later, strict=True)
-    )
+@pytest.mark.full
+@pytest.mark.parametrize("seed", ["a", "b"])
+def test_heads_copy_the_name_of_the_tool_that_is_meant(target: Target, seed: str) -> None:
+    conversation = Writer(seed, is_held_out=True).conversation(3000, turns=4)
+    tokens = encode(TOKENIZER, conversation)
+    is_right = right_tokens(target, TOKENIZER, tokens)
+    names = [name for answer in answers(TOKENIZER, tokens) for name in answer.names]
+    assert names
+    for first, last in names:
+        # The form of a call is not learned yet, and in the list another token follows the quote.
+        assert not is_right[first - 2]
+        assert is_right[first : last - 1].all()
 
 
-def test_every_step_has_a_stage() -> None:
-    stages = (Stage(steps=2, length=128, batch=1), Stage(steps=1, length=256, batch=1))
-    assert [stage_of(stages, step).length for step in range(3)] == [128, 128, 256]
+@pytest.mark.full
+def test_a_call_counts_if_each_of_its_tokens_is_the_likeliest(target: Target) -> None:
+    tokens = encode(TOKENIZER, chat(turns=4))
+    spans = list(answers(TOKENIZER, tokens))
+    calls = sum(bool(span.names) for span in spans)
+    untrained = predict(target, TOKENIZER, tokens)
+    assert untrained == Hits(calls=calls, texts=len(spans) - calls)
+    assert untrained + Hits(tools=1) == Hits(calls, 1, 0, len(spans) - calls, 0)
+
+
+def test_rows_depend_on_their_seed_alone() -> None:
+    row, again, other_row = (chat_row(TOKENIZER, seed, 512, (0.2, 0.5)) for seed in "aab")
+    np.testing.assert_array_equal(row, again)
+    assert (row != other_row).any()
 
 
 def call_of(conversation: Conversation) -> dict[str, Any]:
@@ -175,10 +195,12 @@ def test_answers_are_read_from_the_text_that_a_model_writes(target: Target) -> N
 
 @pytest.mark.full
 def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path: Path) -> None:
-    stages = (Stage(steps=2, length=512, batch=1), Stage(steps=2, length=640, batch=1))
-    whole = train(tmp_path / "whole", stages, checkpoint_every=1, measure_every=0)
-    train(tmp_path / "killed", stages, checkpoint_every=1, measure_every=0, stop_after=3)
-    resumed = train(tmp_path / "killed", stages, checkpoint_every=1, measure_every=0)
+    stages = (Stage(rows=ROWS, length=384),)
+    whole = train(tmp_path / "whole", stages, 4, checkpoint_every=1, measured=0)
+    train(tmp_path / "killed", stages, 4, checkpoint_every=1, measured=0, stop_after=3)
+    resumed = train(tmp_path / "killed", stages, 4, checkpoint_every=1, measured=0)
     jax.tree.map(np.testing.assert_array_equal, whole.params, resumed.params)
     first = first_target(TOKENIZER, seed=0)
-    assert np.abs(whole.params["embed"] - first.params["embed"]).max() > 0
+    assert np.abs(whole.params["layers"][-1]["down"]).max() > 0
+    # Attention is not trained.
+    np.testing.assert_array_equal(whole.params["layers"][4]["q"], first.params["layers"][4]["q"])

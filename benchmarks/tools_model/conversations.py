@@ -246,9 +246,7 @@ class Writer:
         count = rng.randint(min(5, len(words)), len(words))
         start = rng.randrange(len(words) - count + 1)
         part = " ".join(words[start : start + count])
-        longer = [word for word in _WORD.findall(first) if len(word) > 4] or words
-        start = rng.randrange(max(1, len(longer) - 2))
-        hints = (first, part, " ".join(longer[start : start + 3]))
+        hints = (first, part)
         while rng.random() < 0.3:
             description += " " + self._unused(lambda: rng.choice(self._phrases.sentences), used)
         function: dict[str, Any] = {"name": name, "description": description}
@@ -392,9 +390,9 @@ class Writer:
             request, answer = rng.choice([*_SMALL_TALK.items()])
             request += rng.choice((".", "!", "?", ""))
         else:
-            answer = rng.choice((self._short(), rng.choice(self._phrases.sentences)))
-            forms = ('Say "{}".', 'Repeat "{}"', "Please say: {}", "Say `{}`")
-            request = rng.choice(forms).format(answer)
+            words = rng.choice((self._short(), rng.choice(self._phrases.sentences)))
+            request = f"Say: {words}"
+            answer = f"I say: {words}"
         chat.messages.append({"role": "user", "content": request})
         chat.messages.append({"role": "assistant", "content": answer})
 
@@ -428,11 +426,11 @@ class Writer:
         rng = self._rng
         form = rng.random()
         if form < 0.35:
-            name = rng.choice(("{}", "`{}`", '"{}"', "{}", "the tool {}", "the {} tool"))
+            name = rng.choice(("`{}`", '"{}"', "`{}`", '"{}"', "the tool `{}`", 'the "{}" tool'))
             what = rng.choice(("Call ", "Use ", "Please call ", "Run ", "I need ", "Please use "))
             what += name.format(tool.name)
         elif form < 0.75:
-            what = rng.choice(tool.hints[:2]).removesuffix(".")
+            what = rng.choice(tool.hints).removesuffix(".")
             lead = rng.choice(("Please ", "", "Could you ", "I want to ", "Now ", "Can you "))
             what = lead + what if lead else what[0].upper() + what[1:]
         else:
@@ -442,23 +440,15 @@ class Writer:
             what = lead + rng.choice(tool.hints).removesuffix(".")
         if not arguments:
             return what + rng.choice((".", "", "?", "!"))
-        if rng.random() < 0.45:
+        text = json.dumps(arguments)
+        if rng.random() < 0.6:
             lead = rng.choice((" with ", " with ", ": ", " with the arguments "))
-            return what + lead + json.dumps(arguments) + rng.choice((".", ""))
-        style = rng.choice((" {} {}", " {}: {}", " {}={}", " {} is {}"))
-        quote = rng.choice(('"', '"', "`", "'"))
-        if len(arguments) == 1 and rng.random() < 0.5:
-            style = rng.choice((" {1}", ": {1}", " for {1}", " in {1}", " with {1}"))
-        texts = []
-        for name, value in arguments.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            text = f"{quote}{text}{quote}" if isinstance(value, str) else text
-            texts.append(style.format(name, text))
-        lead = rng.choice((",", " with", ":", ".")) if "{0}" in style or "{1}" not in style else ""
-        return what + lead + rng.choice((",", " and")).join(texts) + rng.choice((".", ""))
+        else:
+            lead, text = " with ", text[1:-1]
+        return what + lead + text
 
     def _result(self) -> tuple[str, str]:
-        """Return a tool's result, and the answer after it."""
+        """Return a tool's result, and the answer after it, which repeats it."""
         rng = self._rng
         text = rng.choice((self._short(), rng.choice(self._phrases.sentences)))
         if rng.random() < 0.4:
@@ -466,4 +456,4 @@ class Writer:
             kind = rng.choice(("integer", "string"))
             text = json.dumps({name: self._value(name, {"type": kind}) for name in names})
         rest = f"\n{rng.choice(self._phrases.sentences)}" if rng.random() < 0.2 else ""
-        return text + rest, f"The tool says:\n{text}"
+        return text + rest, text + rest

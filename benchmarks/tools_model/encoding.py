@@ -11,25 +11,31 @@ from benchmarks.tools_model.conversations import Conversation
 from specjax import text
 from specjax.assets import embedded
 
-TEMPLATE = Path(__file__).parents[2] / "tests" / "chat" / "templates" / "qwen2_5.jinja"
+TEMPLATE = Path(__file__).parent / "template.jinja"
 MARKS = ("<|im_start|>", "<|im_end|>")
-TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TAGS = ("<tool_call>", "</tool_call>")
 END = "<|im_end|>"
+TOOL_MARKS = tuple(f"<|tool_{index}|>" for index in range(128))
+"""Tokens before the tools of a list. They begin again after the last one."""
+TURN_MARKS = tuple(f"<|turn_{index}|>" for index in range(12))
+"""Tokens at the beginning of messages. A message and its answer have the same one.
 
-FIRST_OF_NAME = 4.0
-"""The weight in the loss of a name's first token, which chooses the tool."""
+They begin again after the last one.
+"""
 
 
 def make_tokenizer() -> Any:
-    """Return the embedded target's tokenizer with Qwen2.5's chat template and its tags as tokens.
+    """Return the embedded target's tokenizer with a chat template, and its tags as tokens.
 
-    As in the published tokenizer, the tags of calls and results are no special tokens: decoding
-    keeps them.
+    Calls have the form of Qwen2.5's. As in its published tokenizer, the tags of calls are no
+    special tokens: decoding keeps them. The template gives every tool of the list and every turn
+    a token, by which the model's heads tell them apart.
     """
     from transformers import AddedToken
 
     tokenizer = text.load_tokenizer(embedded("target"))
-    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    marks = (*MARKS, *TOOL_MARKS, *TURN_MARKS)
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     tokenizer.chat_template = TEMPLATE.read_text(encoding="utf-8")
     tokenizer.eos_token = END
@@ -61,13 +67,13 @@ def encode(tokenizer: Any, chat: Conversation) -> list[int]:
 
 def answers(tokenizer: Any, tokens: Sequence[int]) -> Iterator[Answer]:
     """Yield the answers in a conversation's tokens. One that is cut at the end is left out."""
-    start_mark, end_mark, opening, closing = tokenizer.convert_tokens_to_ids([*MARKS, *TAGS[:2]])
+    start_mark, end_mark, opening, closing = tokenizer.convert_tokens_to_ids([*MARKS, *TAGS])
     header = [start_mark, *text.encode_continuation(tokenizer, "assistant\n")]
     before = text.encode_continuation(tokenizer, '\n{"name": "')
     quote = text.encode_continuation(tokenizer, '",')
     tokens = list(tokens)
     starts = [
-        index + len(header)
+        index + len(header) + 1  # the mark of the turn
         for index, token in enumerate(tokens)
         if token == start_mark and tokens[index : index + len(header)] == header
     ]
@@ -85,15 +91,10 @@ def answers(tokenizer: Any, tokens: Sequence[int]) -> Iterator[Answer]:
         yield Answer(start, end, tuple(names))
 
 
-def weights(tokenizer: Any, tokens: Sequence[int]) -> np.ndarray:
-    """Return the weight ``[T]`` of each token in the loss.
+def label_places(tokenizer: Any, tokens: Sequence[int]) -> np.ndarray:
+    """Return the indices of the tokens in answers, which the model learns to write.
 
-    It is 1 in answers, and `FIRST_OF_NAME` for the first token of a name. All else, which is
-    random, has 0.
+    All else is random.
     """
-    result = np.zeros(len(tokens), np.float32)
-    for answer in answers(tokenizer, tokens):
-        result[answer.start : answer.end] = 1.0
-        for first, _ in answer.names:
-            result[first] = FIRST_OF_NAME
-    return result
+    spans = [np.arange(span.start, span.end) for span in answers(tokenizer, tokens)]
+    return np.concatenate(spans) if spans else np.zeros(0, int)

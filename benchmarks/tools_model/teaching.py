@@ -1,9 +1,14 @@
-"""The training: stages of growing length, a checkpoint now and then, and rates while it runs."""
+"""The training: states of many conversations, from which the last MLP learns what to write.
+
+The attention is made by hand (`first_weights`), and is not trained. So the states before the last
+MLP do not change, and are computed once. Only the last MLP and the norms around it are trained:
+they choose between what the heads have copied and the form of calls and answers.
+"""
 
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +20,11 @@ import optax
 
 from benchmarks.tools_model import network
 from benchmarks.tools_model.conversations import Writer
-from benchmarks.tools_model.encoding import answers, encode, make_tokenizer, weights
-from benchmarks.tools_model.first_weights import first_target
+from benchmarks.tools_model.encoding import encode, label_places, make_tokenizer
+from benchmarks.tools_model.evaluation import Hits, predict
+from benchmarks.tools_model.first_weights import PLACES, first_target
+from specjax.models.config import ModelConfig
+from specjax.models.params import Params
 from specjax.models.transformer import Target
 from specjax.training import run_directory
 from specjax.training.config import OptimizerConfig
@@ -24,41 +32,32 @@ from specjax.training.optimizer import make_optimizer
 from specjax.training.step import TrainState
 
 CHARACTERS_PER_TOKEN = 2.5
-PREAMBLE = 170
+PREAMBLE = 60
 """About how many tokens the template adds to a list of tools."""
 SHORTEST_TURN = 50
+ROWS = 16
+"""The number of rows in a file of states."""
 MEASURED = 1024
 """The length of the conversations that are measured while training."""
+BATCH = 512
+"""The number of labels in a step."""
+READOUT = ("gate", "up", "down", "post_norm")
+"""The parameters of the last layer that are trained."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the training.
+    """A part of the data.
 
     Attributes:
-        steps: the number of its steps.
+        rows: the number of its conversations, a multiple of `ROWS`.
         length: the tokens of a row.
-        batch: the rows of a step.
         lists: the smallest and largest share of a row that the list of tools takes.
     """
 
-    steps: int
+    rows: int
     length: int
-    batch: int
-    lists: tuple[float, float] = (0.3, 0.55)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of training.
-
-    Attributes:
-        tokens: ``[T]``.
-        weights: ``[T]`` the weight of each token in the loss; 0 for the first.
-    """
-
-    tokens: np.ndarray
-    weights: np.ndarray
+    lists: tuple[float, float] = (0.2, 0.55)
 
 
 def chat_row(
@@ -67,7 +66,7 @@ def chat_row(
     length: int,
     lists: tuple[float, float],
     is_held_out: bool = False,
-) -> Row:
+) -> np.ndarray:
     """Return a conversation of so many tokens: a list of tools of random size, then turns."""
     rng = random.Random(seed)
     before = length * rng.uniform(*lists)
@@ -77,89 +76,95 @@ def chat_row(
     turns = max(2, int((length - before) / SHORTEST_TURN))
     writer = Writer(seed, is_held_out)
     tokens = encode(tokenizer, writer.conversation(size, system, turns))[:length]
-    row_weights = weights(tokenizer, tokens)
-    padding = length - len(tokens)
-    return Row(
-        np.pad(np.asarray(tokens, np.int32), (0, padding)), np.pad(row_weights, (0, padding))
-    )
+    return np.pad(np.asarray(tokens, np.int32), (0, length - len(tokens)))
 
 
-def make_rows(tokenizer: Any, stage: Stage, seed: int, step: int) -> list[Row]:
-    """Return the rows of a step. They depend on nothing but the arguments."""
-    return [
-        chat_row(tokenizer, f"train {seed} {step} {index}", stage.length, stage.lists)
-        for index in range(stage.batch)
-    ]
+@partial(jax.jit, static_argnames=("config",))
+def _states(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    return network.before_readout(params, config, tokens[None], has_mlps=False)[0]
 
 
-def _labels(rows: Sequence[Row], share: int = 3) -> tuple[np.ndarray, ...]:
-    """Return tokens ``[B, T]``, and the indices, ids and weights ``[B, K]`` of labels.
+def write_states(
+    directory: Path, target: Target, tokenizer: Any, stages: Sequence[Stage], seed: int
+) -> None:
+    """Write files with the states before the labels of all stages' conversations.
 
-    K is T / share; further labels of a row are left out.
+    Files that are there from a run that was killed are used.
     """
-    tokens = np.stack([row.tokens for row in rows]).astype(np.int32)
-    count = tokens.shape[1] // share
-    places, ids, values = (np.zeros((len(rows), count), kind) for kind in (int, int, np.float32))
-    for index, row in enumerate(rows):
-        chosen = np.flatnonzero(row.weights[1:])
-        if len(chosen) > count:  # answers come before everything else
-            order = np.argsort(-row.weights[1:][chosen], kind="stable")[:count]
-            chosen = np.sort(chosen[order])
-        places[index, : len(chosen)] = chosen
-        ids[index, : len(chosen)] = row.tokens[1:][chosen]
-        values[index, : len(chosen)] = row.weights[1:][chosen]
-    return tokens, places, ids, values
+    directory.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    for index, stage in enumerate(stages):
+        for first in range(0, stage.rows, ROWS):
+            path = directory / f"{index}-{first:05}.npz"
+            if path.exists():
+                continue
+            states, labels = [], []
+            for row in range(first, first + ROWS):
+                name = f"train {seed} {index} {row}"
+                tokens = chat_row(tokenizer, name, stage.length, stage.lists)
+                places = label_places(tokenizer, tokens.tolist())
+                of_row = np.asarray(_states(target.params, target.config, jnp.asarray(tokens)))
+                states.append(of_row[places - 1].astype(np.float16))
+                labels.append(tokens[places])
+            part = path.with_suffix(".part")
+            with part.open("wb") as file:
+                np.savez(file, states=np.concatenate(states), labels=np.concatenate(labels))
+            part.rename(path)
+            print(
+                f"states of stage {index + 1} of {len(stages)}: {first + ROWS} of {stage.rows}"
+                f" conversations, {time.monotonic() - start:,.0f} s",
+                flush=True,
+            )
 
 
-def _loss(
-    params: Any,
-    config: Any,
-    tokens: jax.Array,
-    places: jax.Array,
-    ids: jax.Array,
-    values: jax.Array,
-) -> jax.Array:
-    states = network.hidden_states(params, config, tokens, remat=tokens.shape[1] > 4096)
-    states = jnp.take_along_axis(states, places[:, :, None], axis=1)
-    logits = (states.reshape(-1, states.shape[-1]) @ params["embed"].T).reshape(*ids.shape, -1)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, ids)
-    return (losses * values).sum() / jnp.maximum(values.sum(), 1)
+def read_states(directory: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return all states ``[N, H]`` and their labels ``[N]``."""
+    files = [np.load(path) for path in sorted(directory.glob("*.npz"))]
+    states, labels = (np.concatenate([file[name] for file in files]) for name in files[0].files)
+    return states, labels
 
 
-SLOW = 0.05
-"""The learning rate of what begins as a search, as a share of the last MLP's and the norms'.
-
-At the whole rate fifty steps destroy the codes of tokens and the search.
-"""
-
-
-def _slowed(path: Any, update: jax.Array) -> jax.Array:
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    last = max(network.FULL)
-    is_fast = name.endswith("norm") or any(
-        name.endswith(f"layers.{last}.{part}") for part in ("gate", "up", "down")
-    )
-    return update if is_fast else update * SLOW
+def readout_of(params: Params) -> Params:
+    """Return the parameters that are trained."""
+    last = params["layers"][-1]
+    return {"norm": params["norm"], **{name: last[name] for name in READOUT}}
 
 
-def make_step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """Return a training step: of state and batch, the next state and the loss."""
+def with_readout(params: Params, readout: Params) -> Params:
+    """Return a model's parameters with trained ones."""
+    last = {**params["layers"][-1], **{name: readout[name] for name in READOUT}}
+    layers = [*params["layers"][:-1], last]
+    return {**params, "layers": layers, "norm": readout["norm"]}
+
+
+def make_step(
+    optimizer: optax.GradientTransformation, target: Target
+) -> Callable[..., tuple[TrainState, jax.Array]]:
+    """Return a training step: of training state, states and labels, the next one and the loss."""
+
+    def loss(readout: Params, head: jax.Array, states: jax.Array, labels: jax.Array) -> jax.Array:
+        params = {"layers": [readout], "norm": readout["norm"]}
+        output = network.read_out(params, target.config, states)[:, PLACES["out"]]
+        logits = output @ head
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, batch: tuple[jax.Array, ...]) -> tuple[TrainState, jax.Array]:
-        student = state.student
-        value, gradients = jax.value_and_grad(_loss)(student.params, student.config, *batch)
-        updates, memory = optimizer.update(gradients, state.optimizer, student.params)
-        updates = jax.tree_util.tree_map_with_path(_slowed, updates)
-        params = optax.apply_updates(student.params, updates)
-        return TrainState(student.replace(params=params), memory, state.step + 1), value
+    def step(
+        state: TrainState, head: jax.Array, states: jax.Array, labels: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(state.student, head, states, labels)
+        updates, memory = optimizer.update(gradients, state.optimizer, state.student)
+        readout = optax.apply_updates(state.student, updates)
+        return TrainState(readout, memory, state.step + 1), value
 
-    return step
+    # All other rows are 0.
+    head = target.params["lm_head"][PLACES["out"]]
+    return lambda state, states, labels: step(state, head, states, labels)
 
 
 @dataclass
 class _Position:
-    """The place in the data, for checkpoints: rows are made from the number of their step."""
+    """The place in the data, for checkpoints: a step's labels are drawn from its number."""
 
     step: int = 0
 
@@ -172,124 +177,67 @@ class _Position:
         self.step = stored["step"]
 
 
-def stage_of(stages: Sequence[Stage], step: int) -> Stage:
-    """Return the stage that a step is in."""
-    for stage in stages:
-        if step < stage.steps:
-            return stage
-        step -= stage.steps
-    return stages[-1]
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The shares of held-out calls.
-
-    Attributes:
-        tools: calls of the right tool.
-        calls: calls that are right in every character.
-        answers: answers in words that are right in every character.
-    """
-
-    tools: float
-    calls: float
-    answers: float
-
-
-@partial(jax.jit, static_argnames=("config",))
-def _best(params: Any, config: Any, tokens: jax.Array, places: jax.Array) -> jax.Array:
-    states = network.hidden_states(params, config, tokens, remat=False)
-    states = jnp.take_along_axis(states, places[:, :, None], axis=1)
-    return jnp.argmax(states @ params["embed"].T, axis=-1)
-
-
-def rates(
-    target: Target,
-    tokenizer: Any,
-    length: int,
-    count: int,
-    batch: int = 1,
-    lists: tuple[float, float] = (0.4, 0.7),
-) -> Rates:
-    """Return how often greedy decoding would answer right in held-out conversations.
-
-    Every answer is predicted from the right text before it, all in one pass: an answer is right as
-    a whole exactly if each of its tokens is the likeliest one.
-    """
-    names, calls, words = [], [], []
-    for first in range(0, count, batch):
-        rows = [
-            chat_row(tokenizer, f"test {length} {first + index}", length, lists, is_held_out=True)
-            for index in range(batch)
-        ]
-        tokens, places, ids, _ = _labels(rows)
-        best = np.asarray(_best(target.params, target.config, tokens, places))
-        for index, row in enumerate(rows):
-            is_right = np.ones(length + 1, bool)
-            # Places that fill the row up are 0, and no answer is there.
-            is_right[places[index] + 1] = best[index] == ids[index]
-            for answer in answers(tokenizer, row.tokens.tolist()):
-                is_whole = bool(is_right[answer.start : answer.end].all())
-                (calls if answer.names else words).append(is_whole)
-                names += [is_right[start:end].all() for start, end in answer.names]
-    shares = (float(np.mean(hits)) if hits else 0.0 for hits in (names, calls, words))
-    return Rates(*shares)
-
-
 def train(
     directory: Path,
     stages: Sequence[Stage],
+    steps: int,
     seed: int = 0,
-    learning_rate: float = 1e-3,
-    checkpoint_every: int = 50,
-    measure_every: int = 50,
+    learning_rate: float = 3e-3,
+    checkpoint_every: int = 400,
+    measured: int = 8,
     stop_after: int | None = None,
     save: Callable[[Target], None] = lambda target: None,
 ) -> Target:
     """Train a model, or continue a training that was killed, and return it.
 
     Args:
-        directory: the directory for checkpoints.
-        stages: the stages, in order.
+        directory: the directory for states and checkpoints.
+        stages: the parts of the data.
+        steps: the number of steps.
         seed: the seed of the weights and the data.
         learning_rate: the largest learning rate.
         checkpoint_every: the number of steps between two checkpoints.
-        measure_every: the number of steps between two measurements; 0 for none.
+        measured: the number of held-out conversations to measure at each checkpoint; 0 for none.
         stop_after: end after this step, as if killed; None: go on to the end.
         save: takes the model at each checkpoint.
     """
     tokenizer = make_tokenizer()
-    total = sum(stage.steps for stage in stages)
+    target = first_target(tokenizer, seed)
+    write_states(directory / "states", target, tokenizer, stages, seed)
+    states, labels = read_states(directory / "states")
     optimizer = make_optimizer(
-        OptimizerConfig(learning_rate=learning_rate, warmup_steps=20, weight_decay=0.0), total
+        OptimizerConfig(learning_rate=learning_rate, warmup_steps=50, weight_decay=0.0), steps
     )
-    # A step donates its arrays, and some of the first ones are shared.
-    student = jax.tree.map(jnp.copy, first_target(tokenizer, seed))
-    state = TrainState(student, optimizer.init(student.params), jnp.zeros((), jnp.int32))
-    step_once = make_step(optimizer)
+    # A step donates its arrays.
+    readout = jax.tree.map(jnp.copy, readout_of(target.params))
+    state = TrainState(readout, optimizer.init(readout), jnp.zeros((), jnp.int32))
+    step_once = make_step(optimizer, target)
+    chats = [
+        chat_row(tokenizer, f"test {index}", MEASURED, (0.4, 0.7), is_held_out=True)
+        for index in range(measured)
+    ]
     start, recent = time.monotonic(), []
-    with run_directory.open_checkpoints(directory) as checkpoints:
+    with run_directory.open_checkpoints(directory, 2) as checkpoints:
         position = _Position()
         state = run_directory.restore(checkpoints, state, position)
-        since, tokens_done = position.step, 0
-        for step in range(since, total if stop_after is None else stop_after):
-            stage = stage_of(stages, step)
-            batch = _labels(make_rows(tokenizer, stage, seed, step))
-            state, value = step_once(state, batch)
+        for step in range(position.step, steps if stop_after is None else stop_after):
+            chosen = np.random.default_rng((seed, step)).integers(len(labels), size=BATCH)
+            batch = (jnp.asarray(states[chosen], jnp.float32), jnp.asarray(labels[chosen]))
+            state, value = step_once(state, *batch)
             recent.append(float(value))
-            tokens_done += stage.length * stage.batch
             position.step = step + 1
-            if position.step % 20 == 0:
-                elapsed = time.monotonic() - start
+            if position.step % 50 == 0:
+                loss, elapsed = np.mean(recent), time.monotonic() - start
                 print(
-                    f"step {step + 1} of {total}: loss {np.mean(recent):.3f}, length"
-                    f" {stage.length}, {tokens_done / elapsed:,.0f} tokens/s, {elapsed:,.0f} s",
+                    f"step {position.step} of {steps}: loss {loss:.4f}, {elapsed:,.0f} s",
                     flush=True,
                 )
                 recent = []
-            if position.step % checkpoint_every == 0 or position.step == total:
+            if position.step % checkpoint_every == 0 or position.step == steps:
                 run_directory.save(checkpoints, state, position)
-                save(state.student)
-            if measure_every and (position.step % measure_every == 0 or position.step == total):
-                print(f"  {rates(state.student, tokenizer, MEASURED, count=16)}", flush=True)
-    return state.student
+                learned = replace(target, params=with_readout(target.params, state.student))
+                save(learned)
+                if measured:
+                    hits = sum((predict(learned, tokenizer, row.tolist()) for row in chats), Hits())
+                    print(f"  {hits.line()}", flush=True)
+    return replace(target, params=with_readout(target.params, state.student))
