@@ -199,6 +199,7 @@ EXCEPTIONS = {
     "cli.regenerate._append": (
         "adds to a file that the next run goes on with, and names a full disk itself"
     ),
+    "training.stored_windows.__init__": "writes into a directory that its caller replaces",
     "training.run_directory.__init__": "adds to a file that the next run goes on with",
 }
 """Functions that write in another way, and why that is right."""

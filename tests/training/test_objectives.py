@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.models.transformer import Output
-from specjax.training.objectives.ahead import ahead, behind, counted, decayed
+from specjax.training.objectives.ahead import ahead, behind, compared, counted, decayed
 from specjax.training.objectives.blocks import DraftedBlocks, dpace, weights_by_depth
 from specjax.training.objectives.draft_vocabulary import token_loss, token_values
 from specjax.training.objectives.unrolling import places
@@ -69,6 +69,21 @@ def test_later_steps_weigh_less_and_are_compared_where_the_target_says_it() -> N
             mask[:, 1 + step :], np.asarray(counted(BATCH, step))[:, : 9 - step]
         )
         assert not mask[:, : 1 + step].any()
+
+
+def test_a_prediction_is_compared_where_the_target_predicts_the_same_token() -> None:
+    """Step k predicts token t + 2 + k from position t; the target does so from t + 1 + k."""
+    positions = jnp.broadcast_to(jnp.arange(10.0), (2, 10))
+    distances = compared(
+        jnp.zeros(()),
+        [positions[..., None]] * 3,
+        lambda student, step, states, labels: labels - states[..., 0],
+        (positions,),
+        lambda positions: positions,
+        numbers=1,
+    )
+    for step, distance in enumerate(distances):
+        np.testing.assert_array_equal(distance[:, 1 + step :], 1 + step)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
