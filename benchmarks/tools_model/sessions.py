@@ -9,7 +9,7 @@ the right one's result. A conversation ends early at the first answer that is wr
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tyro
@@ -27,14 +27,14 @@ class SessionsConfig:
 
     Attributes:
         address: the server's address.
-        model: the name of the model.
+        model: the name of the model; empty: the first that the server has.
         conversations: the number of conversations for each interface.
         turns: the number of requests in each.
         characters: the size of the list of tools, as JSON.
     """
 
     address: str = "http://127.0.0.1:8000"
-    model: str = "model"
+    model: str = ""
     conversations: int = 4
     turns: int = 3
     characters: int = 10_000
@@ -153,6 +153,9 @@ def hold(session: ChatSession | MessagesSession, chat: Conversation) -> tuple[in
 
 def main(config: SessionsConfig) -> None:
     """Hold all conversations and print what was right."""
+    if not config.model:
+        client = OpenAI(base_url=f"{config.address}/v1", api_key="x")
+        config = replace(config, model=client.models.list().data[0].id)
     kinds: tuple[Callable[..., Any], ...] = (ChatSession, MessagesSession)
     for kind in kinds:
         for index in range(config.conversations):
