@@ -127,7 +127,7 @@ class MessagesSession:
             messages=self.messages,
             tools=self.tools,
             max_tokens=MOST_TOKENS,
-            temperature=0,
+            extra_body={"temperature": 0},  # newer versions of the package have no such argument
         )
         self.messages.append({"role": "assistant", "content": answer.content})
         calls = [
