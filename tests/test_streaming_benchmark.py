@@ -66,7 +66,8 @@ def test_a_run_reports_all_parts_of_each_checkout(tmp_path: Path) -> None:
         (run,) = by_checkout[str(ROOT)]
         assert run["total"] == pytest.approx(run["loop"] + run["engine"])
         assert run["total"] == pytest.approx(sum(run["parts"].values()))
-        assert len(run["parts"]) == 8 and 0.5 < run["events"] <= 1.1
+        # A part that took no time that the clock shows is left out.
+        assert 6 <= len(run["parts"]) <= 8 and 0.5 < run["events"] <= 1.1
     streaming.show(config, results)
 
 

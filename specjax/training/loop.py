@@ -135,7 +135,7 @@ def train(config: TrainConfig) -> Path:
                     # Dispatched, not awaited: the host makes the next batch meanwhile.
                     state, metrics = train_step(state, batch, target, **run.fixed)
                     figures.add(step, metrics)
-                    saves = step % config.checkpoint_every == 0
+                    saves = step == config.steps or step % config.checkpoint_every == 0
                     if not evaluations.due(step) and not saves:
                         continue
                     figures.flush()

@@ -20,9 +20,9 @@ class MetricWriter(Protocol):
         >>> from pathlib import Path
         >>> from specjax.training.config import TrainConfig
         >>> from specjax.training.metric_writers import open_writer
-        >>> with open_writer(TrainConfig(), Path("run"), start=0) as writer:
+        >>> with open_writer(TrainConfig(), Path("watched"), start=0) as writer:
         ...     writer.write(1, {"loss": 2.5})
-        >>> len(list(Path("run/tensorboard").glob("events*")))
+        >>> len(list(Path("watched/tensorboard").glob("events*")))
         1
     """
 

@@ -159,7 +159,7 @@ def test_noise_is_of_the_width_that_was_asked_for(monkeypatch) -> None:
 
     def record(student, batch, target, features, *_, **__):
         recorded.append(features)
-        return []
+        return [features]
 
     with monkeypatch.context() as patched:
         patched.setattr(feature_loss, "unroll", record)
@@ -303,7 +303,9 @@ def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass
             patched.setattr(
                 module,
                 "unroll",
-                lambda *_, detach, name=name, **__: detached.update({name: detach}) or [],
+                lambda student, batch, target, features, *_, detach, name=name, **__: (
+                    detached.update({name: detach}) or [features]
+                ),
             )
             method.objective(student, BATCH, TARGET)
     assert detached == {"hass": True, "eagle3": False}

@@ -699,8 +699,11 @@ def test_a_student_of_chats_has_their_variables_beside_it(source, tmp_path, caps
         "{{ mood or 'sad' }}{% for m in messages %}{% generation %}{{ m.content }}"
         "{% endgeneration %}{% endfor %}"
     )
-    messages = [{"role": "user", "content": "line 1 says 2 and then 3"}] * 3
-    chats.write_text((json.dumps({"messages": messages}) + "\n") * 30)
+    records = [
+        {"messages": [{"role": "user", "content": f"line {line} says 2 and then 3"}] * 3}
+        for line in range(30)
+    ]
+    chats.write_text("".join(json.dumps(record) + "\n" for record in records))
     data = DataConfig(
         source=str(chats),
         tokenizer=str(ASSETS / "target"),
