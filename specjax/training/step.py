@@ -16,6 +16,7 @@ from specjax import sharding
 from specjax.models.transformer import Target
 from specjax.training.arithmetic import count_flops
 from specjax.training.contract import Batch, Loss, Mean, Metrics, TrainingMethod, Windows, as_mean
+from specjax.training.objectives.windows import split_rows
 
 _EVALUATION_WINDOWS = 64
 
@@ -193,17 +194,14 @@ def train_step(
 
 
 def _parts(batch: Batch, count: int) -> Batch:
-    """Split a batch into ``count`` batches on a new first axis.
-
-    Each has every ``count``-th row, so that it has rows of every device.
-    """
+    """Split a batch into ``count`` batches on a new first axis, as `split_rows`."""
 
     def split(name: str, value: jax.Array) -> jax.Array:
         if name == "key":
             return jax.random.split(value, count)
         if jnp.ndim(value) == 0:
             return jnp.broadcast_to(value, (count,))
-        return jnp.moveaxis(value.reshape(-1, count, *value.shape[1:]), 1, 0)
+        return split_rows(value, count)
 
     return {name: split(name, value) for name, value in batch.items()}
 

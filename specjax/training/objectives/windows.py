@@ -41,16 +41,21 @@ def read(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[States,
         tokens, documents = inputs
         return model.read(tokens, documents=documents, taps=taps)
 
-    # A part has every ``parts``-th row, so that it has rows of every device.
-    def split(array: jax.Array) -> jax.Array:
-        return jnp.moveaxis(array.reshape(rows // parts, parts, *array.shape[1:]), 1, 0)
-
     def join(array: jax.Array) -> jax.Array:
         return jnp.moveaxis(array, 0, 1).reshape(rows, *array.shape[2:])
 
     if parts == 1:
         return read_rows(inputs)
-    return jax.tree.map(join, jax.lax.map(read_rows, jax.tree.map(split, inputs)))
+    split = tuple(split_rows(array, parts) for array in inputs)
+    return jax.tree.map(join, jax.lax.map(read_rows, split))
+
+
+def split_rows(array: jax.Array, parts: int) -> jax.Array:
+    """Split ``[B, ...]`` into ``[parts, B / parts, ...]``.
+
+    A part has every ``parts``-th row, so that it has rows of every device.
+    """
+    return jnp.moveaxis(array.reshape(-1, parts, *array.shape[1:]), 1, 0)
 
 
 def _number_of_parts(model: Target, rows: int, count: int) -> int:
