@@ -32,21 +32,12 @@ from specjax.training.objectives import chunks
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, counted
 from specjax.training.objectives.blocks import BlockMethod, read_blocks
 from specjax.training.objectives.unrolling import unroll
-from specjax.training.objectives.whole_model import ModelSizes
 from specjax.training.objectives.windows import score
 from specjax.training.step import evaluate, evaluation_batches, evaluation_rows, evaluation_step
 from specjax.training.tokenizer import train_tokenizer
 from tests.conftest import tiny_target
+from tests.training.sizes import SIZES
 
-SIZES = ModelSizes(
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_positions=32,
-)
 METHODS = {
     "lm": Lm(model=SIZES),
     "distill": Distill(target="here", model=SIZES),

@@ -12,9 +12,9 @@ from specjax.training import data, losses
 from specjax.training.contract import StudentInputs
 from specjax.training.methods import Lm, LmMTP, MedusaTraining, MTPTraining
 from specjax.training.objectives.unrolling import unroll
-from specjax.training.objectives.whole_model import ModelSizes
 from specjax.training.objectives.windows import forward
 from specjax.training.tokenizer import train_tokenizer
+from tests.training.sizes import SIZES
 from tests.training.test_drafter_methods import BATCH, COUNTED, TARGET, log_softmax, strong
 from tests.training.test_methods import batch_of
 
@@ -108,17 +108,6 @@ def test_no_prediction_is_held_against_the_next_document(method) -> None:
 
     assert loss(None, 5) == loss(None, 8)
     assert loss(5, 5) != loss(8, 8)  # a token that separates documents is a label
-
-
-SIZES = ModelSizes(
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_positions=32,
-)
 
 
 @pytest.mark.full

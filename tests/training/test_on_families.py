@@ -35,23 +35,14 @@ from specjax.training.methods import (
     MoATraining,
     MTPTraining,
 )
-from specjax.training.objectives.whole_model import ModelSizes
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import initial_state, name_of, train_step, trainable
 from tests.models.families import zoo
+from tests.training.sizes import SIZES
 from tests.training.test_drafter_methods import log_softmax
 from tests.training.test_methods import batch_of
 
 NAMES = ("gemma4 E2B", "gemma4 31B", "gpt_oss", "gemma3", "smollm3")
-SIZES = ModelSizes(
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_positions=32,
-)
 STEPS, HEADS, BLOCK = 3, 3, 3
 METHODS: dict[str, TrainingMethod] = {
     "eagle1": Eagle1Training(target="here", noise=0.0),
