@@ -4,9 +4,10 @@ A `TrainingMethod` defines the student and the loss. `specjax.training.step` def
 """
 
 import itertools
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ from specjax import chips
 from specjax.config import ConfigError, differences
 from specjax.drafters import chat_variables
 from specjax.drafters.base import Drafter
+from specjax.errors import NonFiniteError
 from specjax.models import config_json, hub
 from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
 from specjax.models.transformer import Target
 from specjax.progress import Wait, waiting
 from specjax.sampling import make_key
-from specjax.sharding import mesh_for
+from specjax.sharding import mesh_for, to_host
 from specjax.templates import settings_of
 from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
@@ -48,6 +50,7 @@ from specjax.training.step import (
     evaluation_step,
     flops_of_step,
     initial_state,
+    is_finite,
     make_batch,
     train_step,
 )
@@ -67,6 +70,8 @@ def train(config: TrainConfig) -> Path:
     Raises:
         InputError: ``config.output`` has a run with another configuration, or the configuration is
             invalid.
+        NonFiniteError: The loss, the gradients or the weights are not finite after a step. The
+            checkpoints and students of earlier steps stay.
 
     Examples:
         >>> from pathlib import Path
@@ -139,6 +144,7 @@ def train(config: TrainConfig) -> Path:
                     if not evaluations.due(step) and not saves:
                         continue
                     figures.flush()
+                    _refuse_non_finite(step, state, run.mesh, config.output)
                     if saves:
                         wait.update(what="training, saving after step")
                         # Export before the checkpoint: a run that is killed here and continues from
@@ -321,6 +327,15 @@ def _check_target(config: TrainConfig, target: Target, tokenizer: tokenizers.Tok
         )
 
 
+def _refuse_non_finite(step: int, state: TrainState, mesh: Mesh | None, output: str) -> None:
+    """Raise NonFiniteError rather than save or evaluate weights that are not finite.
+
+    They may be so although the gradients were finite, for example after too large an update.
+    """
+    if not to_host(is_finite(state), mesh):
+        raise NonFiniteError(step, "a weight or the optimizer's state", output)
+
+
 class _Evaluations:
     """The evaluations of a run on its held-out windows, and its best student.
 
@@ -376,7 +391,9 @@ class _Evaluations:
         evaluation = evaluate(
             state.student, self._batches(), self._run.target, mesh=self._run.mesh, **self._options
         )
-        goodness = self._method.goodness(evaluation[self._method.best_by])
+        best_by = self._method.best_by
+        _check_finite(step, evaluation, ("loss", best_by), self._config.output, "held_out_")
+        goodness = self._method.goodness(evaluation[best_by])
         if goodness > self._best:
             self._best = goodness
             # Before the metrics: a run that is killed here evaluates again, and exports.
@@ -388,6 +405,19 @@ class _Evaluations:
     def _batches(self) -> Iterator[Batch]:
         rows = evaluation_rows(self._config.data.batch, self._config.accumulate, self._run.mesh)
         return evaluation_batches(self._run.held_out, rows, self._run.mesh)
+
+
+def _check_finite(
+    step: int, values: dict[str, float], names: Iterable[str], output: str, prefix: str = ""
+) -> None:
+    """Raise NonFiniteError if one of the named metrics is not finite."""
+    bad = [
+        f"{prefix}{name} {values[name]}"
+        for name in dict.fromkeys(names)
+        if name in values and not math.isfinite(values[name])
+    ]
+    if bad:
+        raise NonFiniteError(step, ", ".join(bad), output)
 
 
 class _Figures:
@@ -405,7 +435,7 @@ class _Figures:
 
     def __init__(self, log: run_directory.MetricsLog, wait: Wait, config: TrainConfig) -> None:
         self.flops = 0.0
-        self._log, self._wait = log, wait
+        self._log, self._wait, self._output = log, wait, config.output
         self._tokens = config.data.batch * config.data.window
         self._rates = learning_rates(config.optimizer, config.steps)
         self._peak = chips.peak_flops(jax.devices()[0]) * config.mesh[0] * config.mesh[1]
@@ -431,6 +461,11 @@ class _Figures:
         step, metrics = self._pending[0]
         # The host waits for the step here, one step late.
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        try:
+            _check_finite(step, values, ("loss", "gradient_norm"), self._output)
+        except NonFiniteError:
+            self._pending.clear()  # the first such step counts; later ones are not finite either
+            raise
         self._pending.popleft()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now

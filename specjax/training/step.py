@@ -239,6 +239,20 @@ def trainable(student: Any, method: TrainingMethod) -> Any:
     return jax.tree_util.tree_map_with_path(keep, student)
 
 
+@jax.jit
+def is_finite(state: TrainState) -> jax.Array:
+    """Return whether the optimizer's state and the student's parameters are finite.
+
+    A frozen parameter counts, too, because it is saved with the student.
+    """
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves((state.student, state.optimizer))
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+
+
 def name_of(path: Any) -> str:
     """Return the name of a path in a pytree, such as ``params.layers.0.q``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
