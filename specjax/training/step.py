@@ -15,7 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specjax import sharding
 from specjax.models.transformer import Target
 from specjax.training.arithmetic import count_flops
-from specjax.training.contract import Batch, Loss, Mean, Metrics, TrainingMethod, Windows, as_mean
+from specjax.training.contract import (
+    Batch,
+    Loss,
+    Mean,
+    Metrics,
+    TrainingMethod,
+    Windows,
+    as_mean,
+    row_keys,
+)
 from specjax.training.objectives.windows import split_rows
 
 _EVALUATION_WINDOWS = 64
@@ -194,7 +203,11 @@ def train_step(
 
 
 def _parts(batch: Batch, count: int) -> Batch:
-    """Split a batch into ``count`` batches on a new first axis, as `split_rows`."""
+    """Split a batch into ``count`` batches on a new first axis, as `split_rows`.
+
+    Each row keeps its random key.
+    """
+    batch = {**batch, "row_keys": row_keys(batch)}
 
     def split(name: str, value: jax.Array) -> jax.Array:
         if name == "key":
