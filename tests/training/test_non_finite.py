@@ -98,7 +98,7 @@ def test_a_held_out_figure_that_is_not_finite_ends_the_run(source, tmp_path, mon
     figures = iter([{"loss": 3.0}, {"loss": float("nan")}])
     monkeypatch.setattr(loop, "evaluate", lambda *_, **__: next(figures))
     run = config(source, tmp_path / "run", steps=6, checkpoint_every=2, evaluate_every=2)
-    with pytest.raises(NonFiniteError, match="step 4: .*held_out_loss nan"):
+    with pytest.raises(NonFiniteError, match=r"step 4: .*held_out_loss nan"):
         loop.train(run)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     held_out = [json.loads(line).get("held_out_loss") for line in lines]
