@@ -4,9 +4,10 @@
     python -m benchmarks.interrupted_training --processes 2 --moments 20
 
 The same command is started again and again. Each start is interrupted by ``kill -9``, SIGTERM or
-SIGINT at a random moment between its start and the time that a whole run takes. When a run comes to
-its end, its students must equal those of the unbroken run bit for bit, and a new run begins. Of
-several processes, SIGTERM and SIGINT go to one or to all of them, and ``kill -9`` to one.
+SIGINT at a random moment: a quarter of them at any time of a whole run, the others while it trains.
+When a run comes to its end, its students must equal those of the unbroken run bit for bit, and a
+new run begins. Of several processes, SIGTERM and SIGINT go to one or to all of them, and
+``kill -9`` to one.
 """
 
 import filecmp
@@ -69,7 +70,7 @@ class InterruptionConfig:
 
 @dataclass
 class Ends:
-    """What became of the interruptions by one signal.
+    """The interruptions by one signal, and how they ended.
 
     Attributes:
         statuses: the number of ends with each exit status of the first process.
@@ -138,6 +139,17 @@ def last_step(output: Path) -> int:
     return max(steps)
 
 
+def until_it_trains(running: list[subprocess.Popen], output: Path) -> None:
+    """Wait until a start reports its first step, or ends."""
+    metrics, begin = output / "metrics.jsonl", time.time()
+    while all(process.poll() is None for process in running):
+        # A start removes the metrics of steps that it repeats.
+        is_rewritten = metrics.exists() and metrics.stat().st_mtime > begin
+        if is_rewritten and last_step(output) > saved_step(output):
+            return
+        time.sleep(0.02)
+
+
 def saved_step(output: Path) -> int:
     """Return the step of the newest checkpoint."""
     names = [path.name for path in (output / "checkpoints").glob("*")]
@@ -186,17 +198,22 @@ def run(config: InterruptionConfig) -> dict[str, Ends]:
         file.write_text(dump_yaml(training))
         for warm in ("compiles", "whole"):  # the second one has its programs, as later starts have
             begin = time.monotonic()
-            statuses = wait(start(file, folder / warm, config, log), log)
-            longest = time.monotonic() - begin
+            running = start(file, folder / warm, config, log)
+            until_it_trains(running, folder / warm)
+            trains = time.monotonic()
+            statuses = wait(running, log)
+            longest, training_seconds = time.monotonic() - begin, time.monotonic() - trains
             assert not any(statuses), log.with_suffix(".0").read_text()
         assert same_students(folder / "compiles", folder / "whole")
-        print(f"an unbroken run takes {longest:.1f} s", flush=True)
+        print(
+            f"an unbroken run takes {longest:.1f} s, {training_seconds:.1f} s of it for its steps"
+        )
         ends: dict[str, Ends] = defaultdict(Ends)
         moments = compared = 0
         while moments < config.moments or saved_step(folder / "run"):
             running = start(file, folder / "run", config, log)
             interrupted = moments < config.moments and interrupt(
-                running, folder / "run", rng, longest, log, ends
+                running, folder / "run", rng, (longest, training_seconds), log, ends
             )
             moments += interrupted
             statuses = wait(running, log)
@@ -213,17 +230,22 @@ def interrupt(
     running: list[subprocess.Popen],
     output: Path,
     rng: random.Random,
-    longest: float,
+    times: tuple[float, float],
     log: Path,
     ends: dict[str, Ends],
 ) -> bool:
-    """Interrupt processes at a random moment. Return False if they ended before."""
+    """Interrupt processes at a random moment. Return False if they ended before.
+
+    ``times`` are those of an unbroken run, and of its steps.
+    """
     number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-    moment = rng.uniform(0, longest)
+    is_training, share = rng.random() < 0.75, rng.random()
     to = [rng.choice(running)]
     if number != signal.SIGKILL and rng.random() < 0.5:
         to = running
-    deadline = time.monotonic() + moment
+    if is_training:
+        until_it_trains(running, output)
+    deadline = time.monotonic() + share * times[is_training]
     while time.monotonic() < deadline:
         if all(process.poll() is not None for process in running):
             return False
@@ -242,8 +264,11 @@ def interrupt(
     end.lost.append(lost)
     text = log.with_suffix(".0").read_text()
     assert "Traceback" not in text and "Fatal" not in text, text
+    since = (
+        f"{share * times[is_training]:.1f} s after the {'first step' if is_training else 'start'}"
+    )
     print(
-        f"{number.name:8} to {len(to)} of {len(running)} after {moment:5.1f} s: statuses {statuses}"
+        f"{number.name} to {len(to)} of {len(running)}, {since}: statuses {statuses}"
         f" in {seconds:.1f} s; step {last_step(output)}, saved {saved_step(output)}",
         flush=True,
     )

@@ -141,11 +141,11 @@ def test_steps_may_grow_and_the_schedule_with_them(source, tmp_path, monkeypatch
         loop.train(replace(short, steps=7))
     capsys.readouterr()
     loop.train(replace(short, steps=12))
-    said = capsys.readouterr().out
-    assert "the run continues after step 8 of 12" in said
-    assert "changed since its last start: steps: 8 -> 12" in said
+    printed = capsys.readouterr().out
+    assert "the run continues after step 8 of 12" in printed
+    assert "changed since its last start: steps: 8 -> 12" in printed
     old, new = (learning_rates(run.optimizer, steps) for steps in (8, 12))
-    assert f"{new[8]:.3g} at step 9, after {old[7]:.3g} at step 8" in said
+    assert f"{new[8]:.3g} at step 9, after {old[7]:.3g} at step 8" in printed
     rates = [line["learning_rate"] for line in lines_of(tmp_path / "run")]
     np.testing.assert_allclose(rates, [*old, *new[8:]], rtol=1e-6)
     with pytest.raises(ConfigError, match=r"steps: 12 -> 8\); steps may only grow"):
