@@ -11,8 +11,7 @@ def main() -> int:
     ``env`` has an entry of its own, because it must work where JAX or another package cannot be
     imported.
     """
-    if sys.argv[1:2] != ["train"]:  # training handles signals itself: it stops between two steps
-        end_at_signals()
+    end_at_signals()
     if sys.argv[1:2] == ["env"]:
         from specjax.cli.env import main as print_environment
 

@@ -74,6 +74,29 @@ class LogitsError(RuntimeError):
         )
 
 
+class NonFiniteError(RuntimeError):
+    """NaN or infinity in a training: in a loss, in the gradients, or in the weights.
+
+    Attributes:
+        step: the number of the step.
+
+    Examples:
+        >>> from specjax.errors import NonFiniteError
+        >>> print(str(NonFiniteError(7, "loss nan", "runs/model")).partition(";")[0])
+        step 7: the training has a number that is not finite (loss nan)
+    """
+
+    def __init__(self, step: int, what: str, output: str) -> None:
+        self.step = step
+        super().__init__(
+            f"step {step}: the training has a number that is not finite ({what}); the checkpoints"
+            f" and students in output={output!r} are of earlier steps, and finite. The same command"
+            " would come to the same numbers: start a new run with a lower optimizer.learning_rate"
+            " or another seed; it may begin with the student of the last checkpoint"
+            f" (init_from={output + '/latest'!r})"
+        )
+
+
 class GrammarError(InputError):
     """Texts that cannot satisfy their grammars, because no token is legal although they must go on.
 

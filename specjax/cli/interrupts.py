@@ -1,5 +1,7 @@
 """Handling of Ctrl-C and SIGTERM in commands: the command ends at once and prints one line.
 
+A command that has something to save is offered the signal first (`offering`).
+
 Python runs signal handlers in the main thread, between two of its instructions. While XLA compiles,
 that may take many seconds. So a thread waits for signals at a pipe to which the interpreter's C
 code writes their numbers. The thread removes half-written files, prints the line, and ends the
@@ -21,6 +23,7 @@ LONGEST = 1.0
 
 _also: list[Callable[[], None]] = []
 _hint = ""
+_heed: Callable[[int], bool] | None = None
 _owner = 0
 _is_ending = threading.Event()
 
@@ -29,8 +32,7 @@ def end_at_signals() -> None:
     """End this process at SIGINT with status 130 and at SIGTERM with 143, from now on.
 
     Commands call this in the main thread. Signals that the process was started to ignore stay
-    ignored, and handlers that are set later take precedence: those of a server that drains, or of a
-    training that saves its state.
+    ignored, and handlers that are set later take precedence, such as those of a server that drains.
     """
     global _owner  # noqa: PLW0603 - a process has one set of handlers
     _owner = os.getpid()
@@ -64,6 +66,21 @@ def ending_with(clean_up: Callable[[], None]) -> Iterator[None]:
         _also.remove(clean_up)
 
 
+@contextmanager
+def offering(heed: Callable[[int], bool]) -> Iterator[None]:
+    """Offer signals to ``heed`` while the block runs.
+
+    It gets the number of a signal in a thread, while the main thread may be anywhere. It must
+    return at once. If it returns True, the command goes on, and ends by itself soon.
+    """
+    global _heed  # noqa: PLW0603 - as above
+    _heed = heed
+    try:
+        yield
+    finally:
+        _heed = None
+
+
 def hold_if_ending() -> None:
     """Block if a signal is ending the process, so that errors that this causes are not printed."""
     if _is_ending.is_set():
@@ -83,7 +100,9 @@ def _handle(number: int, frame: FrameType | None) -> None:
 def _watch(read: int) -> None:
     while True:
         for number in os.read(read, 64):
-            if number in SIGNALS and signal.getsignal(number) is _handle:
+            if number not in SIGNALS or signal.getsignal(number) is not _handle:
+                continue
+            if (heed := _heed) is None or not heed(number):
                 _end(number)
 
 
@@ -113,5 +132,9 @@ def _clean_up() -> None:
 def _speak(number: int) -> None:
     with suppress(Exception):
         sys.stdout.flush()
-    word = "interrupted" if number == signal.SIGINT else "terminated"
-    print(f"specjax: {word}{_hint and f'; {_hint}'}", file=sys.stderr, flush=True)
+    print(f"specjax: {word_of(number)}{_hint and f'; {_hint}'}", file=sys.stderr, flush=True)
+
+
+def word_of(number: int) -> str:
+    """Return the word for a process that a signal ends."""
+    return "interrupted" if number == signal.SIGINT else "terminated"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specjax.cli import interrupts
-from specjax.errors import InputError, LogitsError, did_you_mean
+from specjax.errors import InputError, LogitsError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
     from specjax.processes import ProcessPlace
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         interrupts.hold_if_ending()
         return status
     # OSError: a path is too long or unreadable, or a disk is full.
-    except (InputError, LogitsError, OSError) as error:
+    except (InputError, LogitsError, NonFiniteError, OSError) as error:
         interrupts.hold_if_ending()
         print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

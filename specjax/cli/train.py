@@ -1,24 +1,31 @@
 """The command ``specjax train``: train a model or a drafter from a configuration file."""
 
 import math
+import sys
+import threading
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from specjax.cli import interrupts
 from specjax.errors import InputError
 from specjax.lowering import abstract
 from specjax.models import hub
-from specjax.progress import waiting
+from specjax.progress import say, waiting
 from specjax.sharding import make_mesh
 from specjax.training.config import TrainConfig
 
+if TYPE_CHECKING:
+    from specjax.training.stopping import StopRequest
 
-def run_train(config: TrainConfig) -> None:
-    """Run ``specjax train``."""
+
+def run_train(config: TrainConfig) -> int | None:
+    """Run ``specjax train``. If a signal stopped it, return the status of that signal."""
     # The defaults train a model on Python's own source for hours, which is rarely intended.
     if config == TrainConfig():
         raise InputError(
@@ -28,13 +35,41 @@ def run_train(config: TrainConfig) -> None:
         )
     if config.dry_run:
         _show_needs(config)
-        return
+        return None
     from specjax.training.loop import train
     from specjax.training.memory import peak_memory
+    from specjax.training.stopping import StopRequest
 
-    print(f"trained: {train(config)}")
+    stop = StopRequest()
+    with interrupts.offering(lambda number: _heed(stop, number)):
+        best = train(config, stop)
+    if stop.stopped_after is not None:
+        print(
+            f"specjax: {interrupts.word_of(stop.number)} after step {stop.stopped_after:,}, which"
+            " is saved; the same command continues the run",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 128 + stop.number
+    print(f"trained: {best}")
     peaks = ", ".join(f"{name} {value:.2f}" for name, value in peak_memory().items())
     print(f"peaks of memory: {peaks}")
+    return None
+
+
+def _heed(stop: "StopRequest", number: int) -> bool:
+    """Let a signal stop the training after its running step. Return False if it ends at once."""
+    is_first = not stop.number
+    if not stop.request(number):
+        return False
+    if is_first:
+        # In a thread, because the main thread may hold a lock that printing needs.
+        line = (
+            f"{interrupts.word_of(number)}: the running step is finished and saved; a second signal"
+            " ends the run at once"
+        )
+        threading.Thread(target=say, args=(line,), daemon=True).start()
+    return True
 
 
 def _mesh_of(config: TrainConfig) -> Mesh | None:

@@ -98,6 +98,9 @@ class OptimizerConfig:
             )
 
 
+Resume = Literal["never", "auto", "must"]
+"""Whether a run that exists is continued."""
+
 _ChosenMethod = Annotated[AnyMethod, tyro.conf.AvoidSubcommands]
 """The method of a configuration file.
 
@@ -114,12 +117,14 @@ class TrainConfig:
             in its folders ``best`` and ``latest``.
         method: the training method. Its ``name`` is set in the file and decides its other options.
         seed: the random seed of the initial weights, the order of the data and the noise of steps.
-        steps: the number of optimizer steps.
+        steps: the number of optimizer steps. When a run continues, it may be larger than before.
         evaluate_every: the number of steps between two evaluations on held-out windows. If a
             checkpoint is due as well, it comes first.
         checkpoint_every: the number of steps between two checkpoints. A run that was killed
             continues from the newest.
         checkpoints: the number of newest checkpoints that stay; older ones are deleted.
+        resume: whether a run in ``output`` is continued: ``auto`` continues it, or begins one if
+            there is none; ``must`` refuses to begin one; ``never`` refuses to continue one.
         init_from: the directory or hub id of a student to start from, instead of random weights.
             This starts a new run. To continue a run, give its ``output``.
         accumulate: the number of parts of a batch that are computed one after the other, to save
@@ -151,6 +156,7 @@ class TrainConfig:
     evaluate_every: int = 200
     checkpoint_every: int = 100
     checkpoints: int = 2
+    resume: Resume = "auto"
     init_from: str = ""
     accumulate: int = 1
     compute_dtype: Literal["bfloat16", "float32"] = "float32"

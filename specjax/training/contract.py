@@ -25,7 +25,8 @@ Batch = dict[str, jax.Array]
 - ``segments [B, T+1]``: the index of the document that each token belongs to; -1 in rows that fill
   up a batch of an evaluation, and belong to no window;
 - ``loss_mask [B, T]`` bool: the labels that count in the loss;
-- ``key``: the random key of this step, for methods that add noise; evaluations all use the same;
+- ``key``: the random key of this step, for methods that add noise (`row_keys`); evaluations all use
+  the same;
 - ``progress``: the share of the training that is done, for methods whose loss changes over the
   training; 1 in an evaluation.
 
@@ -38,6 +39,23 @@ Examples:
     ...     "progress": jnp.array(0.5),
     ... }
 """
+
+
+def row_keys(batch: Batch) -> jax.Array:
+    """Return a random key for each row of a batch, ``[B]``. The batch's key is consumed.
+
+    A part of a batch (``accumulate``) has the keys that its rows have in the whole batch, as its
+    entry ``row_keys``. So noise that is drawn for each row does not depend on the number of parts.
+
+    Examples:
+        >>> from specjax.training.contract import row_keys
+        >>> batch = {"tokens": jnp.zeros((2, 6), int), "key": jax.random.key(0)}
+        >>> jax.vmap(lambda key: jax.random.uniform(key, (5, 8)))(row_keys(batch)).shape
+        (2, 5, 8)
+    """
+    keys = batch.get("row_keys")
+    return jax.random.split(batch["key"], len(batch["tokens"])) if keys is None else keys
+
 
 Metrics = dict[str, jax.Array]
 

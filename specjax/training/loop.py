@@ -4,9 +4,10 @@ A `TrainingMethod` defines the student and the loss. `specjax.training.step` def
 """
 
 import itertools
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import tokenizers
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -25,13 +27,14 @@ from specjax import chips
 from specjax.config import ConfigError, differences
 from specjax.drafters import chat_variables
 from specjax.drafters.base import Drafter
+from specjax.errors import NonFiniteError
 from specjax.models import config_json, hub
 from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
 from specjax.models.transformer import Target
-from specjax.progress import Wait, waiting
+from specjax.progress import Wait, say, waiting
 from specjax.sampling import make_key
-from specjax.sharding import mesh_for
+from specjax.sharding import mesh_for, to_host
 from specjax.templates import settings_of
 from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
@@ -48,25 +51,32 @@ from specjax.training.step import (
     evaluation_step,
     flops_of_step,
     initial_state,
+    is_finite,
     make_batch,
     train_step,
 )
+from specjax.training.stopping import Agreement, StoppedError, StopRequest, until_stopped
 from specjax.training.tokenizer import save_tokenizer
 from specjax.training.unusable import RecordTally
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, stop: StopRequest | None = None) -> Path:
     """Start or continue a training run.
 
     Args:
         config: the configuration of the run.
+        stop: a request, which another thread may make, to save and return after the running step.
+            The same call continues the run then. The first step is not interrupted in this way.
 
     Returns:
-        The directory of the best student, which its ``from_pretrained`` reads.
+        The directory of the best student, which its ``from_pretrained`` reads. A run that was
+        stopped before its first evaluation has no such directory yet.
 
     Raises:
         InputError: ``config.output`` has a run with another configuration, or the configuration is
             invalid.
+        NonFiniteError: The loss, the gradients or the weights are not finite after a step. The
+            checkpoints and students of earlier steps stay.
 
     Examples:
         >>> from pathlib import Path
@@ -93,33 +103,26 @@ def train(config: TrainConfig) -> Path:
         >>> specjax.Target.from_pretrained(best).config.num_layers
         1
     """
-    output, method = Path(config.output), config.method
-    run = _prepare(config)
+    output = Path(config.output)
+    run, stop = _prepare(config), stop or StopRequest()
     state, target, iterator = run.state, run.target, run.iterator
+    agreement = Agreement(stop, run.mesh)
     # Folded, so that it is independent of the key of the initial weights.
     noise = jax.random.fold_in(make_key(config.seed), 2**31)
 
-    def export(name: str, state: TrainState) -> None:
-        state.student.save_pretrained(output / name, dtype=jnp.dtype(config.export_dtype))
-        if run.chat_template_kwargs is not None and jax.process_index() == 0:
-            for config_file in (output / name).rglob("config.json"):
-                chat_variables.write(config_file.parent, run.chat_template_kwargs)
-        if method.whole_model and jax.process_index() == 0:
-            save_tokenizer(
-                output / name,
-                run.tokenizer,
-                run.tokenizer_directory,
-                state.student.config.max_positions,
-            )
-
-    with run_directory.open_checkpoints(output, config.checkpoints) as checkpoints:
-        state = run_directory.restore(checkpoints, state, iterator)
+    with (
+        stop.heeded_until_the_end(),
+        run_directory.open_checkpoints(output, config.checkpoints) as checkpoints,
+    ):
+        state = run_directory.restore(checkpoints, state, iterator, config.resume)
         first = int(state.step)
         with (
             run_directory.MetricsLog(output, config, first) as log,
             waiting("training, compiling the first step", config.steps, first) as wait,
         ):
-            evaluations = _Evaluations(config, run, log, wait, export)
+            saves = _Saves(config, run, log, wait, checkpoints)
+            saves.say_start(first)
+            evaluations = _Evaluations(config, run, log, wait, agreement)
             evaluations.begin(first, state)
             figures = _Figures(log, wait, config)
             try:
@@ -135,20 +138,24 @@ def train(config: TrainConfig) -> Path:
                     # Dispatched, not awaited: the host makes the next batch meanwhile.
                     state, metrics = train_step(state, batch, target, **run.fixed)
                     figures.add(step, metrics)
-                    saves = step == config.steps or step % config.checkpoint_every == 0
-                    if not evaluations.due(step) and not saves:
+                    # Before the first step there is nothing to save.
+                    stop.is_heeded = True
+                    stops = agreement.reached()
+                    if not evaluations.due(step) and not saves.due(step) and not stops:
                         continue
                     figures.flush()
-                    if saves:
-                        wait.update(what="training, saving after step")
-                        # Export before the checkpoint: a run that is killed here and continues from
-                        # this checkpoint would not repeat the export.
-                        export("latest", state)
-                        run_directory.save(checkpoints, state, iterator)
-                    if evaluations.due(step):
+                    _refuse_non_finite(step, state, run.mesh, config.output)
+                    if saves.due(step) and not stops:
+                        saves.save(step, state, figures.seconds)
+                    if evaluations.due(step) and not stops:
                         # The checkpoint must be complete if the evaluation ends the process.
                         checkpoints.wait_until_finished()
-                        evaluations.run(step, state)
+                        # A run that continues makes up for an evaluation that is interrupted.
+                        stops = not evaluations.run(step, state)
+                    if stops:
+                        saves.save(step, state, figures.seconds, is_last=True)
+                        stop.stopped_after = step
+                        break
                     # Evaluation and saving must not count as time of the next step.
                     figures.restart()
             finally:  # write the metrics of the last steps even if an error ends the run
@@ -173,6 +180,8 @@ class _Run:
         iterator: the iterator over the training batches.
         held_out: the windows to evaluate on.
         fixed: the other arguments of `train_step`, which are the same in every step.
+        earlier: the configuration of the last start; None for a new run.
+        changes: the differences to it that a run which continues may have.
     """
 
     state: TrainState
@@ -184,6 +193,8 @@ class _Run:
     iterator: grain.DatasetIterator
     held_out: Windows
     fixed: dict[str, Any]
+    earlier: TrainConfig | None
+    changes: list[str]
 
 
 def _prepare(config: TrainConfig) -> _Run:
@@ -191,7 +202,8 @@ def _prepare(config: TrainConfig) -> _Run:
     config.check()
     check_logging(config.logging)
     output, method = Path(config.output), config.method
-    run_directory.refuse_foreign(output, config)
+    earlier = run_directory.stored_config(output)
+    changes = run_directory.refuse_foreign(output, config)
     mesh = mesh_for(config.mesh)
     compute = jnp.dtype(config.compute_dtype)
     target, data_config = None, config.data
@@ -249,7 +261,19 @@ def _prepare(config: TrainConfig) -> _Run:
     }
     variables = None if chat_tokenizer is None else settings_of(chat_tokenizer)
     directory = data_config.tokenizer
-    return _Run(state, target, mesh, tokenizer, directory, variables, iterator, held_out, fixed)
+    return _Run(
+        state=state,
+        target=target,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        tokenizer_directory=directory,
+        chat_template_kwargs=variables,
+        iterator=iterator,
+        held_out=held_out,
+        fixed=fixed,
+        earlier=earlier,
+        changes=changes,
+    )
 
 
 def _warm_start(student: Any, path: str) -> Any:
@@ -321,6 +345,15 @@ def _check_target(config: TrainConfig, target: Target, tokenizer: tokenizers.Tok
         )
 
 
+def _refuse_non_finite(step: int, state: TrainState, mesh: Mesh | None, output: str) -> None:
+    """Raise NonFiniteError rather than save or evaluate weights that are not finite.
+
+    They may be so although the gradients were finite, for example after too large an update.
+    """
+    if not to_host(is_finite(state), mesh):
+        raise NonFiniteError(step, "a weight or the optimizer's state", output)
+
+
 class _Evaluations:
     """The evaluations of a run on its held-out windows, and its best student.
 
@@ -332,7 +365,7 @@ class _Evaluations:
         run: its parts.
         log: its metrics.
         wait: its progress.
-        export: saves the student of a state under a name.
+        agreement: whether the run stops.
     """
 
     def __init__(
@@ -341,10 +374,10 @@ class _Evaluations:
         run: _Run,
         log: run_directory.MetricsLog,
         wait: Wait,
-        export: Callable[[str, TrainState], None],
+        agreement: Agreement,
     ) -> None:
         self._config, self._run, self._method = config, run, config.method
-        self._log, self._wait, self._export = log, wait, export
+        self._log, self._wait, self._agreement = log, wait, agreement
         self._options = {"method": config.method, "compute_dtype": run.fixed["compute_dtype"]}
         self._metric = f"held_out_{config.method.best_by}"
         # A run that continues must not replace a better student of its earlier steps.
@@ -370,24 +403,150 @@ class _Evaluations:
             )
         self._wait.update(what="training, compiling the first step")
 
-    def run(self, step: int, state: TrainState) -> None:
-        """Evaluate after a step, write the metrics, and export the student if it is the best."""
+    def run(self, step: int, state: TrainState) -> bool:
+        """Evaluate after a step, write the metrics, and export the student if it is the best.
+
+        Return False if a request to stop has interrupted the evaluation, which then leaves nothing.
+        """
         self._wait.update(what="training, evaluating after step")
-        evaluation = evaluate(
-            state.student, self._batches(), self._run.target, mesh=self._run.mesh, **self._options
-        )
-        goodness = self._method.goodness(evaluation[self._method.best_by])
+        batches = until_stopped(self._batches(), self._agreement)
+        try:
+            evaluation = evaluate(
+                state.student, batches, self._run.target, mesh=self._run.mesh, **self._options
+            )
+        except StoppedError:
+            return False
+        best_by = self._method.best_by
+        _check_finite(step, evaluation, ("loss", best_by), self._config.output, "held_out_")
+        goodness = self._method.goodness(evaluation[best_by])
         if goodness > self._best:
             self._best = goodness
             # Before the metrics: a run that is killed here evaluates again, and exports.
-            self._export("best", state)
+            _export(self._config, self._run, "best", state)
         self._log.write(
             {"step": step, **{f"held_out_{name}": value for name, value in evaluation.items()}}
         )
+        return True
 
     def _batches(self) -> Iterator[Batch]:
         rows = evaluation_rows(self._config.data.batch, self._config.accumulate, self._run.mesh)
         return evaluation_batches(self._run.held_out, rows, self._run.mesh)
+
+
+def _check_finite(
+    step: int, values: dict[str, float], names: Iterable[str], output: str, prefix: str = ""
+) -> None:
+    """Raise NonFiniteError if one of the named metrics is not finite."""
+    bad = [
+        f"{prefix}{name} {values[name]}"
+        for name in dict.fromkeys(names)
+        if name in values and not math.isfinite(values[name])
+    ]
+    if bad:
+        raise NonFiniteError(step, ", ".join(bad), output)
+
+
+class _Saves:
+    """The checkpoints of a run, each with its student ``latest``.
+
+    It prints what a step and a save take: a run needs so much time to stop at a signal, and the
+    grace period of a scheduler must be longer.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: _Run,
+        log: run_directory.MetricsLog,
+        wait: Wait,
+        checkpoints: ocp.CheckpointManager,
+    ) -> None:
+        self._config, self._run, self._log, self._wait = config, run, log, wait
+        self._checkpoints = checkpoints
+        self._is_timed = False
+
+    def say_start(self, first: int) -> None:
+        """Print where the run starts, and what the last step and save took."""
+        if jax.process_index() != 0:
+            return
+        output, steps = self._config.output, self._config.steps
+        if first == 0:
+            say(f"output={output!r}: a new run of {steps:,} steps")
+            return
+        say(f"output={output!r}: the run continues after step {first:,} of {steps:,}")
+        self._say_changes(first)
+        speeds, saves = self._log.values("tokens_per_s"), self._log.values("save_seconds")
+        if speeds and saves:
+            tokens = self._config.data.batch * self._config.data.window
+            _say_times(tokens / max(speeds[-1], 1), saves[-1])
+
+    def _say_changes(self, first: int) -> None:
+        """Print what has changed since the last start, and what follows from it."""
+        earlier, config = self._run.earlier, self._config
+        if earlier is None or not self._run.changes:
+            return
+        say(f"changed since its last start: {'; '.join(self._run.changes)}")
+        if earlier.steps < config.steps:
+            last, following = (
+                learning_rates(config.optimizer, steps)[step - 1]
+                for steps, step in ((earlier.steps, first), (config.steps, first + 1))
+            )
+            say(
+                f"steps={config.steps}: from here on the learning rate is that of a run of"
+                f" {config.steps:,} steps: {following:.3g} at step {first + 1:,}, after {last:.3g}"
+                f" at step {first:,}; the weights will not be those of a run that had"
+                f" {config.steps:,} steps from the beginning"
+            )
+
+    def due(self, step: int) -> bool:
+        """Return whether there is a checkpoint after a step."""
+        return step == self._config.steps or step % self._config.checkpoint_every == 0
+
+    def save(
+        self, step: int, state: TrainState, step_seconds: float, is_last: bool = False
+    ) -> None:
+        """Save after a step, unless it has been saved.
+
+        The checkpoint is written in the background. Only the first of each start, and the last one
+        before the process ends at a signal, are complete when this returns; they are timed.
+        """
+        self._wait.update(what="training, saving after step")
+        begin = time.perf_counter()
+        if self._checkpoints.latest_step() != step:
+            # Export before the checkpoint: a run that is killed here and continues from this
+            # checkpoint would not repeat the export.
+            _export(self._config, self._run, "latest", state)
+            run_directory.save(self._checkpoints, state, self._run.iterator)
+        if self._is_timed and not is_last:
+            return
+        self._checkpoints.wait_until_finished()
+        seconds = round(time.perf_counter() - begin, 2)
+        is_news = not is_last and not self._is_timed and not self._log.values("save_seconds")
+        self._is_timed = True
+        self._log.write({"step": step, "save_seconds": seconds})
+        if is_news and jax.process_index() == 0:
+            _say_times(step_seconds, seconds)
+
+
+def _say_times(step_seconds: float, save_seconds: float) -> None:
+    say(
+        f"a step took {step_seconds:.1f} s and a save {save_seconds:.1f} s; SIGTERM and Ctrl-C end"
+        " the run after both, so a scheduler's grace period must be longer"
+    )
+
+
+def _export(config: TrainConfig, run: _Run, name: str, state: TrainState) -> None:
+    """Save the student of a state under a name."""
+    folder = Path(config.output) / name
+    state.student.save_pretrained(folder, dtype=jnp.dtype(config.export_dtype))
+    if jax.process_index() != 0:
+        return
+    if run.chat_template_kwargs is not None:
+        for config_file in folder.rglob("config.json"):
+            chat_variables.write(config_file.parent, run.chat_template_kwargs)
+    if config.method.whole_model:
+        positions = state.student.config.max_positions
+        save_tokenizer(folder, run.tokenizer, run.tokenizer_directory, positions)
 
 
 class _Figures:
@@ -401,11 +560,12 @@ class _Figures:
 
     Attributes:
         flops: the floating-point operations of a step.
+        seconds: the time of the last reported step.
     """
 
     def __init__(self, log: run_directory.MetricsLog, wait: Wait, config: TrainConfig) -> None:
-        self.flops = 0.0
-        self._log, self._wait = log, wait
+        self.flops, self.seconds = 0.0, 0.0
+        self._log, self._wait, self._output = log, wait, config.output
         self._tokens = config.data.batch * config.data.window
         self._rates = learning_rates(config.optimizer, config.steps)
         self._peak = chips.peak_flops(jax.devices()[0]) * config.mesh[0] * config.mesh[1]
@@ -431,9 +591,15 @@ class _Figures:
         step, metrics = self._pending[0]
         # The host waits for the step here, one step late.
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        try:
+            _check_finite(step, values, ("loss", "gradient_norm"), self._output)
+        except NonFiniteError:
+            self._pending.clear()  # the first such step counts; later ones are not finite either
+            raise
         self._pending.popleft()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
+        self.seconds = seconds
         rate, share = self._tokens / seconds, self.flops / seconds / self._peak
         what = (
             f"training, loss {values['loss']:.3f}, {rate:,.0f} tokens/s, {share:.0%} of peak: step"

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 from specjax.config import ConfigError, differences, dump_yaml, load_yaml
 from specjax.files import naming_full_disk, replacing, write_text
-from specjax.training.config import TrainConfig
+from specjax.training.config import Resume, TrainConfig
 from specjax.training.data import HeldOutBy
 from specjax.training.metric_writers import open_writer
 from specjax.training.step import TrainState
@@ -37,31 +37,72 @@ UNUSABLE = "unusable.txt"
 # --- identity of the run --------------------------------------------------------------------------
 
 
-def refuse_foreign(output: Path, config: TrainConfig) -> None:
-    """Raise ConfigError unless ``output`` is free or has a run with this configuration.
+_UNSEEN = ("output", "logging", "checkpoints", "resume", "dry_run")
+"""Fields that say where a run lies, who watches it, and what stays of it."""
+
+_EXECUTION = ("mesh", "accumulate", "evaluate_every", "checkpoint_every", "export_dtype")
+"""Fields that may change when a run continues, because they do not change what it learns from."""
+
+
+def refuse_foreign(output: Path, config: TrainConfig) -> list[str]:
+    """Raise ConfigError unless ``output`` is free or has a run that this configuration continues.
 
     The run may have been moved.
+
+    Returns:
+        The changes of its execution and of ``steps``, as `specjax.config.differences`.
     """
     if output.exists() and not output.is_dir():
         raise ConfigError(f"output={config.output!r} is a file; give a directory")
-    stored = output / "config.yaml"
-    if stored.exists():
-        # Where the run lies, who watches it, and how much of it stays do not change its results.
-        free = {name: getattr(config, name) for name in ("output", "logging", "checkpoints")}
-        earlier = replace(load_yaml(TrainConfig, stored), **free)
+    earlier = stored_config(output)
+    if earlier is not None:
+        if config.resume == "never":
+            raise ConfigError(
+                f"resume='never': output={config.output!r} has a run; choose another output, or"
+                " resume='auto' to continue that run"
+            )
+        same_view = _with_fields(earlier, config, _UNSEEN)
         # The hash of the windows says whether the data are the same, however they are read.
-        how = {name: getattr(config.data, name) for name in ("cache", "max_unusable")}
-        earlier = replace(earlier, data=replace(earlier.data, **how))
-        if changed := differences(earlier, config):
+        data = _with_fields(same_view.data, config.data, ("cache", "max_unusable"))
+        same_view = replace(same_view, data=data)
+        same_execution = _with_fields(same_view, config, _EXECUTION)
+        if type(earlier.method) is type(config.method) and hasattr(config.method, "remat"):
+            method = _with_fields(earlier.method, config.method, ("remat",))
+            same_execution = replace(same_execution, method=method)
+        if config.steps > earlier.steps:
+            same_execution = replace(same_execution, steps=config.steps)
+        if changed := differences(same_execution, config):
+            grow = "; steps may only grow" if config.steps < earlier.steps else ""
             raise ConfigError(
                 f"output={config.output!r} has a run with another configuration"
-                f" ({'; '.join(changed)}); choose another output, or restore these values to"
+                f" ({'; '.join(changed)}){grow}; choose another output, or restore these values to"
                 " continue that run"
             )
-    elif output.exists() and any(output.iterdir()):
+        return differences(same_view, config)
+    if config.resume == "must":
+        raise ConfigError(
+            f"resume='must': output={config.output!r} has no run to continue; check the path, or"
+            " begin a run with resume='auto'"
+        )
+    if output.exists() and any(output.iterdir()):
         raise ConfigError(
             f"output={config.output!r} is not empty and has no run; choose another directory"
         )
+    return []
+
+
+def stored_config(output: Path) -> TrainConfig | None:
+    """Return the configuration with which the run in ``output`` was last started, if there is one.
+
+    It has the ``steps`` of that start.
+    """
+    stored = output / "config.yaml"
+    return load_yaml(TrainConfig, stored) if stored.exists() else None
+
+
+def _with_fields(earlier: Any, later: Any, names: tuple[str, ...]) -> Any:
+    """Return ``earlier`` with some fields of ``later``."""
+    return replace(earlier, **{name: getattr(later, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -139,6 +180,9 @@ def claim(output: Path, config: TrainConfig, inputs: Claim) -> None:
             f" output={config.output!r} began, in its weights or its config.json; choose another"
             " output, or restore the model"
         )
+    if stored_config(output) != config:
+        # The next start compares with what this one does.
+        write_text(output / "config.yaml", dump_yaml(config))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -169,16 +213,25 @@ def save(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -
     )
 
 
-def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -> TrainState:
+def restore(
+    checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any, resume: Resume = "auto"
+) -> TrainState:
     """Restore the newest checkpoint that can be read, and set the iterator to its batch.
 
-    Without checkpoints, return ``state`` itself. If a checkpoint cannot be read but an older one
+    The checkpoint may be of another mesh, or of another number of processes. Without checkpoints,
+    return ``state`` itself. If a checkpoint cannot be read but an older one
     can, report that, use the older one, and delete the damaged one.
 
     Raises:
         ConfigError: No checkpoint can be read. Or one cannot be read and there are several
-            processes: each might restore a different one.
+            processes: each might restore a different one. Or there is none, and ``resume`` is
+            "must".
     """
+    if resume == "must" and not checkpoints.all_steps():
+        raise ConfigError(
+            "resume='must': the run in output has no checkpoint yet; give resume='auto' to begin"
+            " with its first step"
+        )
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     damaged = []
     for step in sorted(checkpoints.all_steps(), reverse=True):

@@ -15,7 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specjax import sharding
 from specjax.models.transformer import Target
 from specjax.training.arithmetic import count_flops
-from specjax.training.contract import Batch, Loss, Mean, Metrics, TrainingMethod, Windows, as_mean
+from specjax.training.contract import (
+    Batch,
+    Loss,
+    Mean,
+    Metrics,
+    TrainingMethod,
+    Windows,
+    as_mean,
+    row_keys,
+)
 from specjax.training.objectives.windows import split_rows
 
 _EVALUATION_WINDOWS = 64
@@ -194,7 +203,11 @@ def train_step(
 
 
 def _parts(batch: Batch, count: int) -> Batch:
-    """Split a batch into ``count`` batches on a new first axis, as `split_rows`."""
+    """Split a batch into ``count`` batches on a new first axis, as `split_rows`.
+
+    Each row keeps its random key.
+    """
+    batch = {**batch, "row_keys": row_keys(batch)}
 
     def split(name: str, value: jax.Array) -> jax.Array:
         if name == "key":
@@ -237,6 +250,20 @@ def trainable(student: Any, method: TrainingMethod) -> Any:
         return leaf if trained else optax.MaskedNode()
 
     return jax.tree_util.tree_map_with_path(keep, student)
+
+
+@jax.jit
+def is_finite(state: TrainState) -> jax.Array:
+    """Return whether the optimizer's state and the student's parameters are finite.
+
+    A frozen parameter counts, too, because it is saved with the student.
+    """
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves((state.student, state.optimizer))
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 
 def name_of(path: Any) -> str:

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,47 +154,95 @@ def test_evaluate_writes_once_and_with_the_acceptance_of_one_process(tmp_path) -
     assert alone == together and alone[0] > 0
 
 
+def training(directory: Path, checkpoint_every: int) -> Callable[[Path], list[str]]:
+    """Return the words of a training of 40 steps by two processes, for its output."""
+    save_tiny(directory / "target", num_layers=1)
+    (directory / "text").mkdir()
+    for number in range(20):
+        (directory / "text" / f"{number}.py").write_text(
+            f"def function_{number}(self): return {number}\n" * 9
+        )
+    config = replace(
+        two_processes.config(directory, "", (1, 1)),
+        steps=40,
+        checkpoint_every=checkpoint_every,
+        evaluate_every=40,
+    )
+    file = directory / "train.yaml"
+    file.write_text(dump_yaml(config))
+    return lambda output: ["train", "--config", str(file), "--output", str(output), *TOGETHER]
+
+
+def until_step(metrics: Path, step: int, running: list[subprocess.Popen]) -> None:
+    """Wait until a training has reported a step."""
+    deadline = time.monotonic() + 300
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert time.monotonic() < deadline and all(process.poll() is None for process in running)
+        time.sleep(0.05)
+
+
+def weights_of(output: Path) -> dict[str, np.ndarray]:
+    return load_file(output / "latest" / "model.safetensors")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_process_of_a_training_stops_both_after_the_same_step(
+    tmp_path, number
+) -> None:
+    """Signal the second process alone, and continue in two processes, and in one.
+
+    In two, the weights are those of an undisturbed run, bit for bit. In one, which has another mesh
+    as well, the losses are those of the undisturbed run up to rounding.
+    """
+    words = training(tmp_path, checkpoint_every=100)
+    run(tmp_path, *words(tmp_path / "whole"))
+    stopped = tmp_path / "stopped"
+    # The tests may have been started in the background, where SIGINT is ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with commands(tmp_path, *words(stopped)) as running:
+            until_step(stopped / "metrics.jsonl", 6, running)
+            running[1].send_signal(number)
+            codes = [process.wait(60) for process in running]
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    errors = [(tmp_path / f"{process}.err").read_text() for process in range(2)]
+    assert codes == [128 + number] * 2, errors
+    (step,) = (int(path.name) for path in (stopped / "checkpoints").glob("[0-9]*"))
+    assert 6 <= step < 40
+    assert f" after step {step}, which is saved; the same command continues" in errors[0]
+    shutil.copytree(stopped, tmp_path / "alone")
+    run(tmp_path, *words(stopped))
+    whole, continued = weights_of(tmp_path / "whole"), weights_of(stopped)
+    for name, value in whole.items():
+        np.testing.assert_array_equal(continued[name], value, err_msg=name)
+    run(tmp_path, *words(tmp_path / "alone")[: -len(TOGETHER)], count=1)
+    losses = [
+        [json.loads(line).get("loss") for line in (tmp_path / name / "metrics.jsonl").open()]
+        for name in ("whole", "alone")
+    ]
+    expected, values = ([loss for loss in of_run if loss is not None] for of_run in losses)
+    assert len(values) == 40
+    np.testing.assert_allclose(values[: step + 20], expected[: step + 20], rtol=1e-4)
+
+
 @pytest.mark.thorough
 def test_a_training_of_which_one_process_is_killed_goes_on_to_the_same_weights(tmp_path) -> None:
     """Kill either process with SIGKILL, at different steps.
 
     Both processes end, and the same command ends with the weights of an undisturbed run.
     """
-    save_tiny(tmp_path / "target", num_layers=1)
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        (tmp_path / "text" / f"{number}.py").write_text(
-            f"def function_{number}(self): return {number}\n" * 9
-        )
-
-    def words(output: Path) -> list[str]:
-        config = two_processes.config(tmp_path, "", (1, 2))
-        file = tmp_path / "train.yaml"
-        file.write_text(
-            dump_yaml(
-                replace(
-                    config, steps=40, checkpoint_every=4, evaluate_every=40, output="", mesh=(1, 1)
-                )
-            )
-        )
-        return ["train", "--config", str(file), "--output", str(output), *TOGETHER]
-
+    words = training(tmp_path, checkpoint_every=4)
     run(tmp_path, *words(tmp_path / "whole"))
     metrics = tmp_path / "killed" / "metrics.jsonl"
     for lost, steps in ((1, 6), (0, 15)):
         with commands(tmp_path, *words(tmp_path / "killed")) as running:
-            deadline = time.monotonic() + 300
-            while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
-                assert time.monotonic() < deadline and all(
-                    process.poll() is None for process in running
-                )
-                time.sleep(0.05)
+            until_step(metrics, steps, running)
             running[lost].kill()
             ends_all(running, lost)
     run(tmp_path, *words(tmp_path / "killed"))
-    whole, killed = (
-        load_file(tmp_path / name / "latest" / "model.safetensors") for name in ("whole", "killed")
-    )
+    whole, killed = weights_of(tmp_path / "whole"), weights_of(tmp_path / "killed")
     assert whole.keys() == killed.keys()
     for name, value in whole.items():
         np.testing.assert_array_equal(killed[name], value, err_msg=name)

@@ -64,7 +64,11 @@ def commands_of_shell(text: str) -> Iterator[list[str]]:
 def command_lines(file: Path) -> list[list[str]]:
     """Return every command line of specjax in a file."""
     if file in MANIFESTS:
-        return [container["args"] for container in containers(file)]
+        # The image has these files of the repository in that folder.
+        return [
+            [word.replace("/opt/specjax/", f"{ROOT}/") for word in container["args"]]
+            for container in containers(file)
+        ]
     if file in TASKS:
         return list(commands_of_shell(yaml.safe_load(file.read_text())["run"]))
     return list(commands_of_shell(file.read_text()))

@@ -36,10 +36,12 @@ COMMANDS = {  # how many command lines each file has
     "kubernetes/hosts.yaml": 2,
     "kubernetes/regenerate.yaml": 1,
     "kubernetes/serve.yaml": 1,
+    "kubernetes/train.yaml": 1,
     "skypilot/regenerate.yaml": 1,
     "skypilot/serve.yaml": 1,
     "slurm/regenerate.sh": 1,
     "slurm/serve.sh": 1,
+    "slurm/train.sh": 1,
 }
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(DEPLOY)))
 CLOSING = 5
@@ -98,7 +100,7 @@ def test_yaml_can_be_read_and_names_nothing_twice(file: Path) -> None:
 
 
 def test_there_are_scripts_for_every_scheduler() -> None:
-    assert [len(SCRIPTS), len(MANIFESTS), len(TASKS)] == [2, 4, 2]
+    assert [len(SCRIPTS), len(MANIFESTS), len(TASKS)] == [3, 5, 2]
 
 
 def scripts() -> dict[str, str]:
@@ -162,8 +164,9 @@ def test_a_task_of_slurms_array_is_one_process_that_goes_on_after_an_interruptio
     assert "#SBATCH --requeue\n" in script.read_text()
 
 
-def test_slurm_starts_a_process_for_each_gpu_of_the_mesh() -> None:
-    script = DEPLOY / "slurm" / "serve.sh"
+@pytest.mark.parametrize("name", ["serve", "train"])
+def test_slurm_starts_a_process_for_each_gpu_of_the_mesh(name: str) -> None:
+    script = DEPLOY / "slurm" / f"{name}.sh"
     nodes, tasks, gpus = (
         int(option_of_sbatch(script, name))
         for name in ("nodes", "ntasks-per-node", "gpus-per-node")
@@ -181,6 +184,39 @@ def test_slurm_leaves_time_to_drain() -> None:
     assert signal == "TERM"
     # Slurm is late by up to a minute, on either side.
     assert int(seconds) >= config_of(words).drain_seconds + CLOSING + 30
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(143, True), (0, False), (2, False)])
+def test_slurm_continues_a_training_that_a_signal_stopped(
+    tmp_path: Path, status: int, requeued: bool
+) -> None:
+    """Run the script with a stand-in of Slurm's programs, whose training ends with a status."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text("")
+    programs = {"srun": f"exit {status}", "scontrol": 'echo "$@" > requeued'}
+    for name, body in programs.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/bash\n{body}\n")
+        program.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(DEPLOY / "slurm" / "train.sh")],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17"},
+        check=False,
+    )
+    assert done.returncode == status
+    note = tmp_path / "requeued"
+    assert (note.read_text() if note.exists() else "") == ("requeue 17\n" if requeued else "")
+
+
+def test_a_training_under_slurm_can_start_and_continues() -> None:
+    script = DEPLOY / "slurm" / "train.sh"
+    (words,) = command_lines(script)
+    config = config_of(words)
+    config.check()
+    assert config.resume == "auto"
+    assert option_of_sbatch(script, "signal").split("@")[0] == "TERM"
+    assert "#SBATCH --requeue\n" in script.read_text()
 
 
 # --- SkyPilot, and Kubernetes' job ----------------------------------------------------------------
@@ -205,10 +241,31 @@ def test_skypilots_machines_write_into_the_bucket() -> None:
 
 
 def test_the_pods_of_kubernetes_job_are_the_shards() -> None:
-    (job,) = of_kind("Job")
+    (job,) = of_kind("Job", DEPLOY / "kubernetes" / "regenerate.yaml")
     (words,) = command_lines(DEPLOY / "kubernetes" / "regenerate.yaml")
     spec, shard = job["spec"], config_of(words).shard
     assert spec["completionMode"] == "Indexed"
     for index in range(spec["completions"]):
         shard_of_pod = shards.find_shard(shard, {"JOB_COMPLETION_INDEX": str(index)})
         assert shard_of_pod == shards.Shard(index, spec["completions"])
+
+
+def test_a_training_under_kubernetes_can_start_and_continues() -> None:
+    file = DEPLOY / "kubernetes" / "train.yaml"
+    (job,), (words,) = of_kind("Job", file), command_lines(file)
+    config = config_of(words)
+    config.check()
+    assert config.resume == "auto"
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "OnFailure" and pod["terminationGracePeriodSeconds"] >= 60
+    (container,) = pod["containers"]
+    data, model = config.mesh
+    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == data * model
+    claims = of_kind("PersistentVolumeClaim", DEPLOY / "kubernetes" / "regenerate.yaml")
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    (place,) = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "data"]
+    assert volumes["data"]["persistentVolumeClaim"]["claimName"] in [
+        claim["metadata"]["name"] for claim in claims
+    ]
+    # What is read and written lies in the volume that outlives the pod.
+    assert config.output.startswith(f"{place}/") and config.data.source.startswith(f"{place}/")

@@ -185,7 +185,9 @@ def test_every_mount_has_a_volume() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "file", [SERVE, HOSTS, DEPLOY / "kubernetes" / "regenerate.yaml"], ids=lambda file: file.stem
+    "file",
+    [SERVE, HOSTS, *(DEPLOY / "kubernetes" / f"{name}.yaml" for name in ("regenerate", "train"))],
+    ids=lambda file: file.stem,
 )
 def test_kubernetes_own_objects_fit_their_schemas(file: Any) -> None:
     reason = "THE MANIFESTS WERE NOT CHECKED: there are no schemas; pip install kubernetes-validate"

@@ -1963,4 +1963,44 @@ CATALOGUE = (
         ),
         breaks="A document of a window reads the ones before it.",
     ),
+    Mutant(
+        name="nan-gradients-are-trained-on",
+        file="specjax/training/loop.py",
+        old='_check_finite(step, values, ("loss", "gradient_norm"), self._output)',
+        new='_check_finite(step, values, ("loss",), self._output)',
+        tests=(
+            "tests/training/test_non_finite.py::test_a_run_ends_at_the_step_whose_loss_or_gradients_are_nan[gradients]",
+        ),
+        breaks="A training whose gradients are NaN takes one step more, and reports another step.",
+    ),
+    Mutant(
+        name="weights-with-infinity-are-saved",
+        file="specjax/training/step.py",
+        old="return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))",
+        new="return jnp.any(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))",
+        tests=(
+            "tests/training/test_non_finite.py::test_weights_that_are_not_finite_are_never_saved",
+        ),
+        breaks="Weights of which some are infinite become a checkpoint and a student.",
+    ),
+    Mutant(
+        name="second-signal-is-swallowed",
+        file="specjax/training/stopping.py",
+        old="return now - self._requested_at < _SECONDS_OF_ONE_SIGNAL",
+        new="return True",
+        tests=(
+            "tests/training/test_stopping.py::test_a_request_is_heeded_only_while_there_is_something_to_save",
+        ),
+        breaks="A training whose step hangs can only be killed.",
+    ),
+    Mutant(
+        name="parts-of-a-batch-share-keys",
+        file="specjax/training/step.py",
+        old='batch = {**batch, "row_keys": row_keys(batch)}',
+        new='batch = {**batch, "row_keys": row_keys(batch)[::-1]}',
+        tests=(
+            "tests/training/test_continuing.py::test_a_row_keeps_its_random_key_in_a_part_of_a_batch",
+        ),
+        breaks="With accumulate, rows get other noise than in the whole batch.",
+    ),
 )

@@ -494,7 +494,8 @@ def test_anchors_are_drawn_among_the_places_that_count() -> None:
             [False, False, True, False, False, False, False],
         ]
     )
-    draws = [np.asarray(draw_places(jax.random.key(i), valid, 3)) for i in range(40)]
+    keys = jax.random.split(jax.random.key(0), (40, 2))
+    draws = [np.asarray(draw_places(keys[i], valid, 3)) for i in range(40)]
     for places in draws:
         assert all(len(set(row)) == 3 for row in places.tolist())
         assert valid[0][places[0]].all()

@@ -76,6 +76,7 @@ def config(source: str, output, **changes) -> TrainConfig:
 
 def metrics_of(output) -> list[dict]:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "save_seconds" not in line]
     measured = ("tokens_per_s", "share_of_peak", "host_memory_gb", "device_memory_gb")
     return [{k: v for k, v in line.items() if k not in measured} for line in lines]
 

@@ -21,7 +21,7 @@ from specjax.models.cache import Entries
 from specjax.models.transformer import States, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod, row_keys
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.objectives.chunks import by_chunks
 from specjax.training.objectives.unrolling import layer_sizes
@@ -99,7 +99,7 @@ class MoATraining(TrainingMethod):
         """
         first = student.tli_layers(target)[0]
         output, entries = read(target, batch, taps=(first,) if self.tli else ())
-        length, staircase = self.draw(batch["key"], batch["tokens"].shape[0], batch["progress"])
+        length, staircase = self.draw(row_keys(batch), batch["progress"])
         draft = jax.checkpoint(draft_blocks) if self.remat else draft_blocks
         hidden, attended = draft(
             student, batch, target, output, entries, block_starts(batch, length), staircase
@@ -122,20 +122,25 @@ class MoATraining(TrainingMethod):
         loss = self.token_weight * token + self.feature_weight * feature
         return loss, {"loss": loss, "token_loss": token, "feature_loss": feature}
 
-    def draw(self, key: jax.Array, rows: int, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Draw the block length of each window, and whether it is a staircase. ``key`` is consumed.
+    def draw(self, keys: jax.Array, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Draw the block length of each window, and whether it is a staircase.
+
+        ``keys [B]`` are consumed.
 
         Returns:
-            ``[rows]`` the length of the blocks, and ``[rows]`` bool whether self-attention sees the
-            block alone.
+            ``[B]`` the length of the blocks, and ``[B]`` bool whether self-attention sees the block
+            alone.
         """
-        length_key, staircase_key = jax.random.split(key)
-        length = jax.random.randint(
-            length_key, (rows,), self.shortest_block, self.longest_block + 1
-        )
+
+        def draw_row(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            length_key, staircase_key = jax.random.split(key)
+            length = jax.random.randint(length_key, (), self.shortest_block, self.longest_block + 1)
+            return length, jax.random.uniform(staircase_key)
+
+        length, draws = jax.vmap(draw_row)(keys)
         # The lower bound stands for 0, with which there is no staircase from the first step on.
         share = jnp.maximum(1 - progress / max(self.staircase_until, 1e-6), 0)
-        return length, jax.random.uniform(staircase_key, (rows,)) < share
+        return length, draws < share
 
     def evaluation(
         self, student: MixtureOfAttentions, batch: Batch, target: Target

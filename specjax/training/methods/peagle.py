@@ -21,7 +21,7 @@ from specjax.drafters.methods.peagle import PEagle
 from specjax.models.cache import Entries
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss, Mean, StudentInputs
+from specjax.training.contract import Batch, Loss, Mean, StudentInputs, row_keys
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, counted, simulate
 from specjax.training.objectives.chunks import by_chunks
 from specjax.training.objectives.draft_vocabulary import (
@@ -185,7 +185,9 @@ def draw(batch: Batch, sizes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
         deepest depth of each. The deepest places come first, so the places of every depth stand at
         the beginning, followed by others if they are fewer than its size.
     """
-    order = jnp.argsort(jax.random.uniform(batch["key"], batch["loss_mask"].shape), axis=1)
+    window = batch["loss_mask"].shape[1:]
+    noise = jax.vmap(lambda key: jax.random.uniform(key, window))(row_keys(batch))
+    order = jnp.argsort(noise, axis=1)
     alive, reach = jnp.ones(order.shape, bool), jnp.zeros(order.shape, jnp.int32)
     for depth, size in enumerate(sizes, 1):
         alive &= _take(counted(batch, depth), order)

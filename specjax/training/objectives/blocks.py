@@ -33,7 +33,7 @@ from specjax.models.cache import Entries
 from specjax.models.transformer import States, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
+from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod, row_keys
 from specjax.training.objectives.acceptance import (
     AcceptanceLoss,
     acceptance_loss_by_depth,
@@ -160,7 +160,7 @@ class BlockMethod(TrainingMethod):
         valid = jnp.stack([counted(batch, step) for step in range(depth)], axis=-1)
         # A prediction counts only if all shallower ones of its block do.
         valid = jnp.cumprod(valid, axis=-1).astype(bool)
-        places = draw_places(batch["key"], valid[..., 0], min(self.anchors, valid.shape[1]))
+        places = draw_places(row_keys(batch), valid[..., 0], min(self.anchors, valid.shape[1]))
         states = read_blocks(student, target, batch, output, places, remat=self.remat)
         drafted = DraftedBlocks.at(places, batch, output, states, valid)
         values = by_chunks(
@@ -382,9 +382,13 @@ def _take(values: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 @shape_checked
-def draw_places(key: Any, valid: Bool[Array, "B T"], count: int) -> Int[Array, "B A"]:
-    """Draw ``count`` distinct places of each window, valid ones first. ``key`` is consumed."""
-    order = jax.random.uniform(key, valid.shape) + jnp.where(valid, 0.0, 1.0)
+def draw_places(keys: Any, valid: Bool[Array, "B T"], count: int) -> Int[Array, "B A"]:
+    """Draw ``count`` distinct places of each window, valid ones first.
+
+    ``keys [B]`` are consumed.
+    """
+    order = jax.vmap(lambda key: jax.random.uniform(key, valid.shape[1:]))(keys)
+    order += jnp.where(valid, 0.0, 1.0)
     return jax.lax.top_k(-order, count)[1]
 
 

@@ -10,7 +10,7 @@ from specjax.drafters.methods.eagle_layer_attention import EagleWithLayerAttenti
 from specjax.models.transformer import Target
 from specjax.sampling import likeliest
 from specjax.training import losses
-from specjax.training.contract import Batch, Loss, StudentInputs
+from specjax.training.contract import Batch, Loss, StudentInputs, row_keys
 from specjax.training.objectives.ahead import behind, compared, counted_behind
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes, unroll
 from specjax.training.objectives.windows import read
@@ -85,9 +85,11 @@ def feature_loss(
     count = features.shape[1]
     if noise and not isinstance(student, EagleWithLayerAttention):
         width = noise * 512 / count
-        features = features + jax.random.uniform(
-            batch["key"], features.shape, features.dtype, -width / 2, width / 2
-        )
+        features = features + jax.vmap(
+            lambda key: jax.random.uniform(
+                key, features.shape[1:], features.dtype, -width / 2, width / 2
+            )
+        )(row_keys(batch))
     states = list(unroll(student, batch, target, features, steps, detach=True, remat=remat))
 
     def values_of(
