@@ -502,16 +502,21 @@ def cases_of(config: ObjectivesConfig, name: str) -> tuple[dict[str, Call], dict
     return {"specjax": call} | calls, differences
 
 
-def seconds_of(cases: dict[str, Call], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each case; the cases take turns, and the first turn is left out."""
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
+Times = dict[str, dict[str, list[float]]]
+"""Seconds of each case, ``wall`` and ``cpu``: by the clock, and of all threads together."""
+
+
+def times_of(cases: dict[str, Call], repeats: int) -> Times:
+    """Return the times of each case; the cases take turns, and the first turn is left out."""
+    times: Times = {name: {"wall": [], "cpu": []} for name in cases}
     for repeat in range(repeats + 1):
         for name, call in cases.items():
-            started = time.perf_counter()
+            started, started_cpu = time.perf_counter(), time.process_time()
             call()
             if repeat:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
+                times[name]["wall"].append(time.perf_counter() - started)
+                times[name]["cpu"].append(time.process_time() - started_cpu)
+    return times
 
 
 def run(config: ObjectivesConfig) -> dict[str, Any]:
@@ -530,9 +535,9 @@ def run(config: ObjectivesConfig) -> dict[str, Any]:
     for name in config.methods:
         cases, differences = cases_of(config, name)
         load = os.getloadavg()[0]
-        seconds = seconds_of(cases, config.repeats)
+        times = times_of(cases, config.repeats)
         results[name] = {
-            "seconds": seconds,
+            "times": times,
             "differences": differences,
             "load": [load, os.getloadavg()[0]],
         }
@@ -548,19 +553,22 @@ def report(config: ObjectivesConfig, name: str, result: dict[str, Any]) -> None:
         "",
         "ms",
         "spread",
+        "CPU ms",
         "positions/s",
         "throughput, ours / theirs",
         "loss, gradients differ by",
         title=f"{name}: {positions} positions, load {before:.1f} to {after:.1f}",
     )
-    our_median = statistics.median(result["seconds"]["specjax"])
-    for side, seconds in result["seconds"].items():
+    our_median = statistics.median(result["times"]["specjax"]["wall"])
+    for side, times in result["times"].items():
+        seconds = times["wall"]
         middle = statistics.median(seconds)
         difference = result["differences"].get(side)
         table.add_row(
             side,
             f"{1e3 * middle:.0f}",
             f"{1e3 * min(seconds):.0f}-{1e3 * max(seconds):.0f}",
+            f"{1e3 * statistics.median(times['cpu']):.0f}",
             f"{positions / middle:,.0f}",
             f"{middle / our_median:.2f}" if difference else "",
             f"{difference['loss']:.0e}, {difference['gradients']:.0e}" if difference else "",
