@@ -175,7 +175,7 @@ def overfit(
 ) -> dict[str, float]:
     """Train a method, and return the acceptance lengths before and after, and the seconds."""
     counts = np.bincount(windows["tokens"].reshape(-1), minlength=target.config.vocab_size)
-    inputs = StudentInputs(tokenizer, counts, target)
+    inputs = StudentInputs(tokenizer.backend_tokenizer, counts, target)
     student: Any = method.init(jax.random.key(config.seed), inputs)
     optimizer = make_optimizer(
         OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=20, weight_decay=0.0),
