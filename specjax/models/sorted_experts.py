@@ -418,14 +418,7 @@ def _gradients(
         y, pull = jax.vjp(outputs, blocks.read(x, turn), _experts_of_turn(floats, blocks, turn))
         of_y = weight_of_row[turn][..., None] * of_outputs
         row_gradients, part_gradients = pull(of_y.astype(y.dtype))
-        # A product of vectors: XLA's CPU backend takes many times as long for a sum of products.
-        product = jnp.einsum(
-            "grh,grh->gr",
-            of_outputs,
-            y.astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        of_weights = jnp.where(is_filled, product, 0)
+        of_weights = jnp.where(is_filled, jnp.sum(of_outputs * y.astype(jnp.float32), axis=-1), 0)
         for block in range(sizes.together):
             by_floats = jax.tree.map(
                 partial(_add_at, blocks.expert[turn, block]),
