@@ -4,11 +4,13 @@ import json
 from functools import cache, partial
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from specjax import sharding
 from specjax.models import config_json
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.families import FAMILIES
@@ -237,6 +239,35 @@ def test_experts_of_qwen3_vl_are_read_in_both_orders_of_axes(zoo_model, tmp_path
     (tmp_path / "config.json").write_text((model.directory / "config.json").read_text())
     target = LOAD(tmp_path)
     np.testing.assert_array_equal(logits(target, model.tokens), logits(model.target, model.tokens))
+
+
+# --- meshes and quantized weights -----------------------------------------------------------------
+
+DIFFERENT = ("kimi_k2", "glm4", "minimax_m2", "mimo_v2_flash", "ernie4_5_moe", "hunyuan_v1_moe")
+"""Models whose tensors have names, shapes or heads that no other test of meshes has."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_model_on_a_mesh_has_the_same_logits(zoo_model, name) -> None:
+    model = zoo_model(name)
+    split = LOAD(model.directory, mesh=sharding.make_mesh(1, 2))
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(split.params))
+    np.testing.assert_allclose(logits(split, model.tokens), model.logits, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_quantized_weights_are_those_of_the_model_and_survive_a_save(
+    zoo_model, name, tmp_path
+) -> None:
+    model = zoo_model(name)
+    quantized = LOAD(model.directory, weights="int8")
+    jax.tree.map(
+        np.testing.assert_array_equal, quantized.params, model.target.quantize("int8").params
+    )
+    quantized.save_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, LOAD(tmp_path).params, quantized.params)
 
 
 # --- fields of config.json ------------------------------------------------------------------------
