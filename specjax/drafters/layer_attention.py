@@ -93,7 +93,12 @@ def _sizes_read(target: ModelConfig) -> tuple[int, int, int]:
             f" {different[0]} has (heads, size) {parts[different[0]]} and layer 0 has {parts[0]}:"
             " give a target whose layers are alike"
         )
-    (heads, head_dim), _ = parts[0]
+    (heads, head_dim), (_, value_size) = parts[0]
+    if value_size != head_dim:
+        raise InputError(
+            "target: layer self-attention reads keys and values of one size, but this target has"
+            f" keys of {head_dim} and values of {value_size}: give a target whose heads are alike"
+        )
     return target.num_layers, heads, head_dim
 
 

@@ -116,7 +116,8 @@ def reader(
 
     def read(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:
         return np.ascontiguousarray(
-            _turned(param, tensors[name][param.stored_part(part)]), jnp.dtype(param.dtype or dtype)
+            _turned(param, _without_units(param, tensors[name][param.stored_part(part)])),
+            jnp.dtype(param.dtype or dtype),
         )
 
     def values(param: Param, part: tuple[slice, ...]) -> np.ndarray:
@@ -242,7 +243,9 @@ def save(
         for name, piece in zip(
             param.stored_names, array if param.stacked else [array], strict=True
         ):
-            pieces.setdefault(name, []).append((param, _turned(param, piece)))
+            stored = _turned(param, piece)
+            stored = stored.reshape((1,) * param.unit_axes + stored.shape)
+            pieces.setdefault(name, []).append((param, stored))
     arrays = saved.compressed(
         {name: _put_together(name, parts) for name, parts in pieces.items()}, declared
     )
@@ -256,6 +259,11 @@ def save(
 def _turned(param: Param, array: np.ndarray) -> np.ndarray:
     """Convert between the checkpoint's order of axes and the parameter's, in either direction."""
     return np.swapaxes(array, -1, -2) if param.transposed else array
+
+
+def _without_units(param: Param, array: np.ndarray) -> np.ndarray:
+    """Return part of a stored tensor without its axes of size 1 in front."""
+    return array.reshape(array.shape[param.unit_axes :])
 
 
 def _put_together(name: str, pieces: list[tuple[Param, np.ndarray]]) -> np.ndarray:

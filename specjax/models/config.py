@@ -276,6 +276,7 @@ class Layer:
         rope: its rotary embedding.
         intermediate_size: the intermediate size of its MLP.
         keys_are_values: whether its values are its keys before norm and rotation.
+        sinks: whether its softmax has sinks.
         entries_of: the index of an earlier layer. This layer has no keys and values, and attends to
             that layer's.
 
@@ -293,6 +294,7 @@ class Layer:
     rope: Rope | None = None
     intermediate_size: int | None = None
     keys_are_values: bool | None = None
+    sinks: bool | None = None
     entries_of: int | None = None
 
 
@@ -320,7 +322,11 @@ class ModelConfig:
     ``per_layer_inputs``: the size of an input of every layer for each token, from an embedding of
     ``per_layer_vocab_size`` tokens (Gemma 4's E2B and E4B); 0 for none. ``gated_attention``: the
     output of each query head is multiplied by a gate (Qwen3.5). The ``linear_layers`` have
-    ``linear`` attention, which keeps a state, in place of ordinary attention.
+    ``linear`` attention, which keeps a state, in place of ordinary attention. With
+    ``rope_interleaved`` rotated pairs of ordinary attention are neighbours (GLM-4), otherwise
+    halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated before their norms
+    (Hunyuan). ``value_dim`` is the size of a head's value, None for ``head_dim``, and
+    ``value_scale`` a factor of values (MiMo-V2).
 
     Examples:
         >>> from dataclasses import replace
@@ -371,6 +377,10 @@ class ModelConfig:
     moe: MoE | None = None
     layers: tuple[Layer, ...] = ()
     gated_attention: bool = False
+    value_dim: int | None = None
+    value_scale: float = 1.0
+    rope_interleaved: bool = False
+    qk_norm_after_rope: bool = False
     linear: LinearAttention | None = None
     linear_layers: tuple[int, ...] = ()
 
@@ -411,6 +421,15 @@ class ModelConfig:
         if self.mla is not None and self.rope.query_growth:
             raise InputError(
                 f"rope.query_growth={self.rope.query_growth}: must be 0 with latent attention"
+            )
+        if self.qk_norm_after_rope and (self.rope_interleaved or self.qk_norm_over_heads):
+            raise InputError(
+                "qk_norm_after_rope: cannot be combined with rope_interleaved or qk_norm_over_heads"
+            )
+        if self.value_size != self.head_dim and (self.gated_attention or self.keys_are_values):
+            raise InputError(
+                f"value_dim={self.value_dim}: must be head_dim={self.head_dim} with gated_attention"
+                " or keys_are_values"
             )
         if self.layers:
             self._check_layers()
@@ -542,7 +561,12 @@ class ModelConfig:
         if self.entries_of(layer) != layer or self.is_linear(layer):
             return ()
         config = self.of_layer(layer)
-        return ((config.num_kv_heads, config.head_dim), (config.num_kv_heads, config.head_dim))
+        return ((config.num_kv_heads, config.head_dim), (config.num_kv_heads, config.value_size))
+
+    @property
+    def value_size(self) -> int:
+        """The size of a head's value in ordinary attention."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     def entry_size(self, layer: int) -> int:
         """Return how many numbers a layer stores for a token."""

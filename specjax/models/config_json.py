@@ -342,7 +342,7 @@ def _parse_windows(
         windowed = tuple(
             range(fields["max_window_layers"] if family.windows == "any" else 0, layers)
         )
-    if window is None or not windowed or (window >= max_positions and not family.whole_every):
+    if window is None or not windowed or (window >= max_positions and family.drops_long_windows):
         return {}
     return {"sliding_window": window, "windowed_layers": windowed}
 
@@ -355,7 +355,14 @@ def _layer_types(fields: Fields, family: Family) -> list[str] | None:
     kinds, layers = fields["layer_types"], fields["num_hidden_layers"]
     if kinds is None and family.whole_every:
         every = fields.get("sliding_window_pattern") or family.whole_every
+        if not isinstance(every, int):  # EXAONE's "LLLG"
+            raise CheckpointError(
+                f"sliding_window_pattern={show(every)}: transformers does not read text here: give"
+                " layer_types"
+            )
         kinds = [FULL if (layer + 1) % every == 0 else WINDOWED for layer in range(layers)]
+    if kinds is None and family.kinds_by_default is not None:
+        kinds = family.kinds_by_default(layers)
     if unknown := sorted(set(kinds or ()) - set(family.kinds)):
         raise CheckpointError(
             f"layer_types has {show(unknown[0])}: only {' and '.join(map(repr, family.kinds))} are"

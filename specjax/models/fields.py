@@ -88,6 +88,12 @@ def flag(default: Any = REQUIRED) -> Field:
     return Field("true or false", lambda v: type(v) is bool, default)
 
 
+def always(value: bool) -> Field:
+    """Return a field for a truth value that has the same value in all models of a type."""
+    shown = str(value).lower()
+    return Field(f"left out, or {shown}", lambda v: v is value, default=value)
+
+
 def mapping(default: Any = REQUIRED) -> Field:
     """Return a field for an object, whose own fields have their own table."""
     return Field("an object", lambda v: type(v) is dict, default)

@@ -166,8 +166,8 @@ def _reader(
     what = f"a {config.model_type} model with this config.json"
     ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
     # Other modules may store experts differently.
-    names = [name for name in stored if name.startswith(prefix)]
-    declared = family.store(declarations.declare(config, layers), prefix, names)
+    shapes = {name: shape for name, shape in stored.items() if name.startswith(prefix)}
+    declared = family.store(declarations.declare(config, layers), prefix, shapes)
     form_of = schemes.of_model(forms_for(files, weights, mesh), config.tie_embeddings)
     declared = schemes.declare(declared, form_of, mesh)
     return declared, checkpoint.reader(files, declared, dtype, what, ignored)

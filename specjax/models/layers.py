@@ -1,6 +1,6 @@
 """The blocks of a decoder, as functions of their parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -15,7 +15,7 @@ from specjax.models.linear_attention import Context, linear_attention
 from specjax.models.params import Params
 from specjax.models.primitives import activate, apart, linear, mlp, rms_norm
 from specjax.models.quantized_cache import CacheType, quantize
-from specjax.models.rope import Rotations
+from specjax.models.rope import Rotations, separate_pairs
 from specjax.models.states import State
 
 
@@ -96,7 +96,7 @@ def _gated_queries(
             half.reshape(*x.shape[:2], -1)
             for half in jnp.split(q.reshape(*x.shape[:2], config.num_heads, -1), 2, -1)
         )
-    return rotations.turn_queries(_heads(params, "q_norm", config, q)), gate
+    return _turned(params, "q_norm", config, q, rotations.turn_queries, rotations), gate
 
 
 def keys_values(
@@ -108,11 +108,33 @@ def keys_values(
     """
     k = linear(params, "k", x)
     v = k if config.keys_are_values else linear(params, "v", x)
-    k = rotations.turn_keys(_heads(params, "k_norm", config, k))
-    v = v.reshape(*x.shape[:2], config.num_kv_heads, config.head_dim)
+    k = _turned(params, "k_norm", config, k, rotations.turn_keys, rotations)
+    v = v.reshape(*x.shape[:2], config.num_kv_heads, config.value_size)
+    if config.value_scale != 1.0:
+        v = v * jnp.asarray(config.value_scale, v.dtype)
     if config.value_norm:
         v = rms_norm(v, None, config.norm_eps)
     return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+
+def _turned(
+    params: Params,
+    norm: str,
+    config: ModelConfig,
+    x: jax.Array,
+    turn: Callable[[jax.Array], jax.Array],
+    rotations: Rotations,
+) -> jax.Array:
+    """Return the rotated heads ``[B, T, heads, d]`` of queries or keys ``x [B, T, heads * d]``.
+
+    They are normed before ``turn`` rotates them, or after.
+    """
+    if config.qk_norm_after_rope:
+        return normed(params, norm, config, turn(x.reshape(*x.shape[:2], -1, config.head_dim)))
+    heads = _heads(params, norm, config, x)
+    if config.rope_interleaved:
+        heads = separate_pairs(heads, 2 * rotations.cos.shape[-1])
+    return turn(heads)
 
 
 def _heads(params: Params, norm: str, config: ModelConfig, x: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from specjax.models.config import MLA, ModelConfig
 from specjax.models.params import Params
 from specjax.models.primitives import linear, rms_norm
-from specjax.models.rope import Rotations
+from specjax.models.rope import Rotations, separate_pairs
 
 LATENT_EPS = 1e-6
 """The epsilon of the norms of latents.
@@ -100,7 +100,7 @@ def _rotate(mla: MLA, x: jax.Array, rotations: Rotations) -> jax.Array:
     score.
     """
     if mla.rope_interleaved:
-        x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        x = separate_pairs(x, x.shape[-1])
     return rotations.turn_keys(x)
 
 

@@ -84,6 +84,7 @@ class Param:
             parameter: layers may differ in heads. None: as in other parameters.
         within: the slice of the tensor of that name that this parameter is, if several share one.
             None: all of it.
+        unit_axes: the number of axes of size 1 that it has in front in the checkpoint.
         is_product: whether it is a matrix that is only used in products of
             `specjax.models.primitives`, so that it may be quantized (see
             `specjax.models.quantization`).
@@ -101,6 +102,7 @@ class Param:
     stored_dtype: str | None = None
     units: int | None = None
     within: Within | None = None
+    unit_axes: int = 0
     is_product: bool = False
     is_rows: bool = False
 
@@ -139,11 +141,11 @@ class Param:
 
     @property
     def _turned_shape(self) -> tuple[int, ...]:
-        """The shape in use, without the axis of a stack, in the checkpoint's order of axes."""
-        return self._turned(self.shape[1:] if self.stacked else self.shape)
+        """The shape in use, without the axis of a stack, with the checkpoint's axes."""
+        return self._turned(self.shape[1:] if self.stacked else self.shape, (1,) * self.unit_axes)
 
-    def _turned(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*axes[:-2], *axes[:-3:-1]) if self.transposed else axes
+    def _turned(self, axes: tuple[Any, ...], units: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*units, *((*axes[:-2], *axes[:-3:-1]) if self.transposed else axes))
 
     def _places(self, within: Within) -> range:
         """Return the indices of the stored axis that this parameter occupies."""
@@ -158,9 +160,12 @@ class Param:
             part: a slice of each axis in use, without the first axis if it is stacked.
         """
         places = [range(size) for size in self._turned_shape]
+        units = (slice(None),) * self.unit_axes
         if self.within is not None:
             places[self.within.axis] = self._places(self.within)
-        ranges = [indices[piece] for indices, piece in zip(places, self._turned(part), strict=True)]
+        ranges = [
+            indices[piece] for indices, piece in zip(places, self._turned(part, units), strict=True)
+        ]
         return tuple(
             slice(indices.start, indices[-1] + 1 if indices else indices.start, indices.step)
             for indices in ranges
@@ -379,13 +384,16 @@ def _residual_stddev(config: ModelConfig) -> float:
 def _declare_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
     hidden = (config.hidden_size, None)
     count, kv_count = config.num_heads, config.num_kv_heads
-    heads, kv_heads = (count * config.head_dim, "heads"), (kv_count * config.head_dim, "kv_heads")
-    queries = (heads[0] * (2 if config.gated_attention else 1), "heads")
+    kv_heads = (kv_count * config.head_dim, "kv_heads")
+    values, attended = (kv_count * config.value_size, "kv_heads"), count * config.value_size
+    queries = (count * config.head_dim * (2 if config.gated_attention else 1), "heads")
     return {
         "q": matrix(f"{prefix}q_proj", hidden, queries, units=count),
         "k": matrix(f"{prefix}k_proj", hidden, kv_heads, units=kv_count),
-        "v": matrix(f"{prefix}v_proj", hidden, kv_heads, units=kv_count),
-        "o": matrix(f"{prefix}o_proj", heads, hidden, _residual_stddev(config), units=count),
+        "v": matrix(f"{prefix}v_proj", hidden, values, units=kv_count),
+        "o": matrix(
+            f"{prefix}o_proj", (attended, "heads"), hidden, _residual_stddev(config), units=count
+        ),
     }
 
 

@@ -132,6 +132,16 @@ def rotations(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Rotati
     return Rotations(jnp.cos(angles) * factor, jnp.sin(angles) * factor, grown)
 
 
+def separate_pairs(x: jax.Array, turned: int) -> jax.Array:
+    """Return ``x [..., d]`` with the pairs of its first ``turned`` numbers as halves of these.
+
+    A pair ``(x_0, x_1)`` of neighbours is then one as `rotate` expects it. In queries and keys
+    alike this changes no score.
+    """
+    pairs = x[..., :turned]
+    return jnp.concatenate([pairs[..., 0::2], pairs[..., 1::2], x[..., turned:]], axis=-1)
+
+
 @shape_checked
 def rotate(
     x: Float[Array, "B T heads d"],

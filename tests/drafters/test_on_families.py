@@ -100,8 +100,8 @@ FREE = {
 }
 GREEDY_OFTEN = [
     *[("plain", name) for name in NAMES],
-    *[("draft model, tree", name) for name in ("gemma4 E2B", "gpt_oss")],
-    ("prompt lookup", "gemma2"),
+    *[("draft model, tree", name) for name in ("gemma4 E2B", "gpt_oss", "mimo_v2_flash")],
+    *[("prompt lookup", name) for name in ("gemma2", "hunyuan_v1_dense")],
     ("early exit", "gemma4 E2B"),
 ]
 
@@ -159,9 +159,9 @@ TRAINED = {
     ),
 }
 # Models whose layers have entries of different sizes.
-UNLIKE = [name for name in NAMES if name.startswith("gemma4")]
+UNLIKE = [name for name in NAMES if name.startswith(("gemma4", "mimo_v2"))]
 REFUSED = [(method, name) for method in ("moa", "eagle with lsa") for name in UNLIKE]
-REFUSED += [("moa with tli", "gemma3"), ("moa with tli", "gemma4 E2B")]
+REFUSED += [("moa with tli", name) for name in ("gemma3", "gemma4 E2B", "mixtral")]
 KEPT = [(method, name) for method in TRAINED for name in NAMES if (method, name) not in REFUSED]
 KEPT_OFTEN = [
     ("eagle3", "gemma4"),
@@ -175,6 +175,8 @@ KEPT_OFTEN = [
     ("streaming", "gemma4 31B"),
     ("snapkv", "gemma4 E2B"),
     ("snapkv", "gpt_oss"),
+    ("snapkv", "mimo_v2_flash"),
+    ("eagle3", "glm4"),
 ]
 
 

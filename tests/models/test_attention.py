@@ -160,6 +160,30 @@ def test_kernels_find_what_plain_attention_finds(
         np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
+@pytest.mark.full_except("gpu")
+@pytest.mark.parametrize("device", ["tpu", "gpu"])
+def test_values_may_be_smaller_than_keys(device, monkeypatch) -> None:
+    """The output is then as wide as they are, in plain JAX and in the kernels (MiMo-V2)."""
+    module, sizes = KERNELS[device]
+    for name, size in {"BLOCK": 16, **sizes}.items():
+        monkeypatch.setattr(module, name, size)
+    (cached, *beside), _, _ = make_pieces(5, 10)
+
+    def smaller(entry):
+        return entry[0], entry[1][..., :3]
+
+    pieces = [cached.replace(entry=smaller(cached.entry))]
+    pieces += [(smaller(entry), mask) for entry, mask in beside]
+    q = (jnp.asarray(normal(0, B, KV, 5, GROUP, DIM)),)
+    whole = plain_attention.attend_plainly(q, [cached, *beside], values_part=1, block=16)
+    plainly = plain_attention.attend_plainly(q, pieces, values_part=1, block=16)
+    np.testing.assert_allclose(plainly, whole[..., :3], atol=1e-6)
+    result = by_device._attend_by_kernel(
+        q, pieces, values_part=1, kernel=module.attend_in_kernel, interpret=True
+    )
+    np.testing.assert_allclose(result, plainly, atol=1e-5)
+
+
 def in_pages(cached: Filled, page: int, groups: int = 1) -> Filled:
     """Return the same cache in pages.
 

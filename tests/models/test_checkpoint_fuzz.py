@@ -19,7 +19,6 @@ from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
-from specjax.models.families import FAMILIES
 from specjax.models.families.ropes import FULL, WINDOWED
 from specjax.models.rope import inverse_frequencies
 from specjax.models.transformer import Target
@@ -107,11 +106,9 @@ def quantized_ones(path) -> list[Target]:
 def of_families() -> list[ModelConfig]:
     """Return the configurations of the models of the zoo."""
     configs = []
-    for kind, fields in zoo.MODELS.values():
-        architecture = f"{kind.removesuffix('Text')}ForCausalLM"
-        family = next(family for family in FAMILIES.values() if family.architecture == architecture)
+    for name, (_, fields) in zoo.MODELS.items():
         raw = {name: value for name, value in fields.items() if value is not None}
-        raw |= {"model_type": family.model_type, "eos_token_id": [3, 4], "bos_token_id": 1}
+        raw |= {"model_type": zoo.model_type(name), "eos_token_id": [3, 4], "bos_token_id": 1}
         if "use_sliding_window" in fields:  # as transformers writes it
             raw["layer_types"] = [
                 (FULL, WINDOWED)[not has_rope] for has_rope in fields["no_rope_layers"]

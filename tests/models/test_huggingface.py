@@ -248,7 +248,7 @@ def test_shards_are_read_like_one_file(checkpoint) -> None:
 
 
 CONFIG_FAULTS = [
-    ({"model_type": "gpt2"}, "model_type='gpt2': must be one of llama, mistral, qwen2, qwen3"),
+    ({"model_type": "gpt2"}, "model_type='gpt2': must be one of llama, mistral, mixtral, qwen2"),
     ({"model_type": "remove"}, "model_type is missing"),
     (
         {"model_type": "granitemoehybrid"},
@@ -295,8 +295,8 @@ CONFIG_FAULTS = [
         "rope_parameters.factor=nan",
     ),
     (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32}},
-        "beta_slow=32: must be below beta_fast=32.0",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 33}},
+        "beta_slow=33: must be at most beta_fast=32.0",
     ),
     (
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},

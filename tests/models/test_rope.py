@@ -29,6 +29,17 @@ def test_pairs_are_turned(way, dtype) -> None:
     )
 
 
+def test_pairs_of_neighbours_are_turned_and_other_numbers_stay() -> None:
+    """The pair (x_2i, x_2i+1) is a complex number; its parts are then in two halves."""
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4, 10))
+    turn = rope.rotations(Rope(theta=50.0, turned=0.6), 10, POSITIONS)
+    result = np.asarray(turn.turn_keys(rope.separate_pairs(x, 6)))
+    angles = np.asarray(POSITIONS, np.float64)[..., None, None] * 50.0 ** (-np.arange(3) / 3)
+    rotated = (np.asarray(x[..., 0:6:2]) + 1j * np.asarray(x[..., 1:6:2])) * np.exp(1j * angles)
+    expected = np.concatenate([rotated.real, rotated.imag, x[..., 6:]], axis=-1)
+    np.testing.assert_allclose(result, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "positions"), [(4, POSITIONS), (1, POSITIONS), (4, POSITIONS[:1])]

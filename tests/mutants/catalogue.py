@@ -1202,10 +1202,30 @@ CATALOGUE = (
         breaks="Heads are turned by the negative angle.",
     ),
     Mutant(
+        name="values-are-not-scaled",
+        file="specjax/models/layers.py",
+        old="v = v * jnp.asarray(config.value_scale, v.dtype)",
+        new="v = v * 1",
+        tests=(
+            "tests/models/families/test_families.py::test_logits_are_those_of_transformers[mimo_v2_flash-0]",
+        ),
+        breaks="The factor of MiMo-V2's values is left out.",
+    ),
+    Mutant(
+        name="norms-of-heads-before-rope",
+        file="specjax/models/layers.py",
+        old="if config.qk_norm_after_rope:",
+        new="if False:",
+        tests=(
+            "tests/models/families/test_families.py::test_logits_are_those_of_transformers[hunyuan_v1_dense-0]",
+        ),
+        breaks="Hunyuan's queries and keys are normed before they are rotated.",
+    ),
+    Mutant(
         name="interleaved-pairs-as-halves",
-        file="specjax/models/mla.py",
-        old="x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)",
-        new="x = jnp.concatenate([x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]], axis=-1)",
+        file="specjax/models/rope.py",
+        old="return jnp.concatenate([pairs[..., 0::2], pairs[..., 1::2], x[..., turned:]], axis=-1)",
+        new="return x",
         tests=(
             "tests/models/test_mla.py::test_scores_are_those_of_pairs_turned_as_complex_numbers[True]",
         ),

@@ -271,7 +271,7 @@ def declare(config: MTPConfig, layout: str) -> Params:
         return declared
     family = FAMILIES[config.layer.model_type]
     joined = [group.name for group in family.fused_where_stored if config.experts_joined]
-    return family.store(declared, names=joined)
+    return family.store(declared, shapes=dict.fromkeys(joined, ()))
 
 
 def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:

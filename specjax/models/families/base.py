@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -64,6 +65,16 @@ class Fused:
                 start += param.shape[along]
         return stored
 
+    def fits(self, params: Mapping[str, Param], shapes: Collection[tuple[int, ...]]) -> bool:
+        """Return whether its tensors, one for each layer, have only shapes among ``shapes``.
+
+        The keys of ``params`` are as in `store`.
+        """
+        stored = self.store(params).values()
+        return {param.stored_shape for param in stored if param.name.endswith(self.name)} <= set(
+            shapes
+        )
+
 
 def _beside(prefix: str) -> str:
     """Return the prefix of the head's name in a checkpoint whose tensors begin with ``prefix``."""
@@ -116,6 +127,8 @@ class Family:
             selected by ``layer_types`` or ``max_window_layers``.
         whole_every: without ``layer_types``, one layer of so many has full attention, and the
             others have a window; None: ``max_window_layers`` decides.
+        kinds_by_default: returns the kinds of a number of layers if config.json has no
+            ``layer_types`` and ``whole_every`` cannot express them.
         theta: the theta of RoPE if config.json has none.
         turns_parts: whether the family reads ``partial_rotary_factor``.
         ropes_by_kind: whether layers with a window have a RoPE of their own; ``parse`` then reads
@@ -136,7 +149,9 @@ class Family:
             replacements.
         fused: tensors that hold several parameters.
         fused_where_stored: further such tensors, in those checkpoints that have them. Other
-            checkpoints, and all that are written, have the parameters one by one.
+            checkpoints, and all that are written, have the parameters one by one. If two have the
+            same name, the second is that of checkpoints where the first would have another shape.
+        unit_axes: ends of names of tensors that have axes of size 1 in front, and how many.
         left_over: returns for a configuration the patterns (``*`` matches anything) of the names of
             tensors that are not part of the target, such as MTP modules.
         modules_follow: whether ``num_nextn_predict_layers`` MTP modules are numbered like further
@@ -152,6 +167,7 @@ class Family:
     windows: Literal["none", "all", "any"] = "none"
     window_switch: str | None = None
     whole_every: int | None = None
+    kinds_by_default: Callable[[int], list[str]] | None = None
     theta: float = 10000.0
     turns_parts: bool = False
     ropes_by_kind: bool = False
@@ -165,8 +181,14 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[Fused, ...] = ()
     fused_where_stored: tuple[Fused, ...] = ()
+    unit_axes: Mapping[str, int] = field(default_factory=dict)
     left_over: Callable[[ModelConfig], tuple[str, ...]] = _none
     modules_follow: bool = False
+
+    @property
+    def drops_long_windows(self) -> bool:
+        """True if windows that are as long as the longest text are left out."""
+        return self.whole_every is None and self.kinds_by_default is None
 
     def of_file(self, raw: Fields) -> "Family":
         """Return the family of the text model in a config.json of this ``model_type``.
@@ -220,25 +242,29 @@ class Family:
         return f"{prefix}embed_tokens.weight", f"{_beside(prefix)}lm_head.weight"
 
     def store(
-        self, declared: Params, prefix: str | None = None, names: Collection[str] = ()
+        self,
+        declared: Params,
+        prefix: str | None = None,
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> Params:
         """Declare a model's parameters as parts of the tensors of its checkpoints.
 
         Args:
             declared: the declarations of `specjax.models.params`.
             prefix: replaces ``model.``; None for the family's first prefix.
-            names: the names of the tensors of the checkpoint to read.
+            shapes: the shapes of the tensors of the checkpoint to read, by name.
         """
         prefix = self.prefixes[0] if prefix is None else prefix
         beside = _beside(prefix)
         params, tree = jax.tree.flatten(declared)
         stored = {param.name: param for param in params}
-        present = [
-            fused
-            for fused in self.fused_where_stored
-            if any(name.endswith(fused.name) for name in names)
-        ]
-        for fused in (*self.fused, *present):
+        present: dict[str, Fused] = {}
+        for fused in self.fused_where_stored:
+            theirs = [shape for name, shape in shapes.items() if name.endswith(fused.name)]
+            before = present.get(fused.name)
+            if theirs and (before is None or not before.fits(stored, theirs)):
+                present[fused.name] = fused
+        for fused in (*self.fused, *present.values()):
             stored |= fused.store(stored)
 
         def renamed(param: Param) -> Param:
@@ -246,8 +272,10 @@ class Family:
             name = param.name
             for ours, theirs in self.names.items():
                 name = name.replace(ours, theirs)
+            axes = next((n for end, n in self.unit_axes.items() if name.endswith(end)), 0)
             return replace(
                 param,
+                unit_axes=axes,
                 name=prefix + name.removeprefix(PREFIX)
                 if name.startswith(PREFIX)
                 else beside + name,

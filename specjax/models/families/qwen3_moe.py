@@ -1,11 +1,12 @@
 """Qwen3-MoE (Yang et al. 2025, arXiv 2505.09388): Qwen3 with experts in all layers, or in some."""
 
+from dataclasses import replace
 from typing import Any
 
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.families import experts
 from specjax.models.families.base import Family
-from specjax.models.fields import Fields, FieldTable, JsonObject, flag, whole
+from specjax.models.fields import Fields, FieldTable, JsonObject, flag, text, whole
 
 _FIELDS: FieldTable = {
     **experts.FIELDS,
@@ -50,3 +51,31 @@ QWEN3_MOE = Family(
     parse=_parse,
     format=_format,
 )
+
+
+def _parse_seeing(fields: Fields) -> dict[str, Any]:
+    return _parse({**fields, "norm_topk_prob": True})  # transformers does not read this field
+
+
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    defaults={
+        "max_position_embeddings": 128_000,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+    },
+    windows="none",
+    window_switch=None,
+    theta=500_000.0,
+    fields={
+        **_FIELDS,
+        "model_type": text("qwen3_vl_moe_text", default="qwen3_vl_moe_text"),
+    },
+    parse=_parse_seeing,
+    nested="text_config",
+    prefixes=("model.language_model.",),
+    fused_where_stored=(*experts.FUSED, *experts.fused(transposed=False)),
+)
+"""The text model of Qwen3-VL with experts, whose vision tower is not read."""

@@ -147,11 +147,15 @@ def _parse(
     if kind != "proportional":
         parameters.setdefault("original_max_positions", positions)
     rope = Rope(theta=theta, kind=kind, turned=float(share), **parameters)
-    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-        if getattr(rope, low) >= getattr(rope, high):
-            raise CheckpointError(
-                f"{place}{low}={getattr(rope, low)}: must be below {high}={getattr(rope, high)}"
-            )
+    if rope.low_freq_factor >= rope.high_freq_factor:
+        raise CheckpointError(
+            f"{place}low_freq_factor={rope.low_freq_factor}: must be below"
+            f" high_freq_factor={rope.high_freq_factor}"
+        )
+    if rope.beta_slow > rope.beta_fast:  # Kimi K2 has 1 for both
+        raise CheckpointError(
+            f"{place}beta_slow={rope.beta_slow}: must be at most beta_fast={rope.beta_fast}"
+        )
     return rope
 
 
@@ -220,7 +224,11 @@ def parse_by_kind(fields: Fields, defaults: Mapping[str, Rope]) -> dict[str, Rop
         if raw is None:
             ropes[kind] = Rope(theta=float(theta)) if theta else default
         else:
-            ropes[kind] = _parse(raw, place, theta or default.theta, positions)
+            turns_parts = default.kind == "default" and default.turned != 1.0
+            # The default share of a head is that of unscaled RoPE.
+            is_scaled = (raw.get("rope_type") or raw.get("type") or "default") != "default"
+            share = default.turned if turns_parts and not is_scaled else None
+            ropes[kind] = _parse(raw, place, theta or default.theta, positions, share, turns_parts)
         if not ropes[kind].truncate:
             raise CheckpointError(
                 f"{place}truncate=False: transformers does not read it if each kind of layer has"

@@ -45,6 +45,7 @@ _HYBRID = _SIZES | {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+_DEEPSEEK = zoo.LATENT | zoo.GROUPED_EXPERTS | zoo.FIRST_DENSE | {"num_hidden_layers": 2}
 _GEMMA4 = _SIZES | {
     "sliding_window": 5,
     "layer_types": [_WINDOWED, _FULL],
@@ -86,23 +87,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        {name: value for name, value in _SIZES.items() if name != "head_dim"}
-        | {
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 6,
-            "q_lora_rank": 10,
-            "qk_nope_head_dim": 6,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 10,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 12,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.5,
-            "first_k_dense_replace": 1,
-            "n_shared_experts": 1,
-        },
+        _DEEPSEEK,
     ),
     "gemma2": (
         "Gemma2",
@@ -155,10 +140,61 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES | {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "logits_scaling": 0.5},
     ),
     "seed_oss": ("SeedOss", _SIZES),
+    "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 6, "sliding_window": 9}),
+    "glm4": ("Glm4", _SIZES),
+    "glm4_moe": ("Glm4Moe", _SIZES | zoo.GROUPED_EXPERTS | zoo.FIRST_DENSE | {"use_qk_norm": True}),
+    "minimax_m2": ("MiniMaxM2", _SIZES | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "ernie4_5": ("Ernie4_5", _SIZES),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        _SIZES | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        zoo.LATENT | zoo.GROUPED_EXPERTS | {"num_hidden_layers": 2},
+    ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", _SIZES),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", _SIZES | {"num_experts": 6, "moe_topk": 2}),
+    "exaone4": ("Exaone4", _SIZES | {"sliding_window": 5, "layer_types": [_WINDOWED, _FULL]}),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        _SIZES
+        | zoo.GROUPED_EXPERTS
+        | {
+            "head_dim": 12,
+            "v_head_dim": 8,
+            "num_key_value_heads": 1,
+            "sliding_window": 5,
+            "layer_types": [_WINDOWED, _FULL],
+        },
+    ),
+    "qwen3_vl": ("Qwen3VL", _SIZES),
+    "qwen3_vl_moe": ("Qwen3VLMoe", _SIZES | _EXPERTS),
+    "kimi_k25": ("Kimi_K25", _DEEPSEEK),
 }
 """Small models by name, as a class and the fields of config.json.
 
 The class is that of transformers' configuration, without "Config".
+"""
+
+SEEING: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_vl": ("Qwen3VLText", zoo.VISION),
+    "qwen3_vl_moe": ("Qwen3VLMoeText", zoo.VISION),
+    "kimi_k25": (
+        "DeepseekV3",
+        {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "pos_emb_height": 2,
+            "pos_emb_width": 2,
+        },
+    ),
+}
+"""Models that see as well: the class of the text model's configuration, and the vision tower.
+
+The fields that are changed are those of the text model.
 """
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -253,6 +289,7 @@ _OLDER: dict[str, list[Any]] = {
     "no_rope_layers": [[0, 1], [1, 1], [0, 0]],
     "scoring_func": ["softmax"],
     "topk_method": ["greedy"],
+    "tie_word_embeddings": [True],
     "moe_layer_freq": [2],
 }
 _RARE_ROPES = ("longrope", "proportional", "yarn whose bounds are cut")
@@ -311,7 +348,7 @@ class Case:
             parent.pop(name, None)
             if self.value is not ABSENT:
                 parent[name] = copy.deepcopy(self.value)
-        return fields
+        return _nested(fields)
 
 
 def cases() -> list[Case]:
@@ -400,7 +437,21 @@ def _literals(kind: Any) -> list[Any]:
 def _class(family: str) -> Any:
     import transformers
 
-    return getattr(transformers, f"{FAMILIES[family][0]}Config")
+    kind = SEEING[family][0] if family in SEEING else FAMILIES[family][0]
+    return getattr(transformers, f"{kind}Config")
+
+
+def _nested(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json; of a model that sees they are those of the text model."""
+    if (name := fields["model_type"]) not in SEEING:
+        return fields
+    text, vision = SEEING[name]
+    return {
+        "model_type": name,
+        "text_config": {**fields, "model_type": _class_type(text)},
+        "vision_config": copy.deepcopy(vision),
+        "tie_word_embeddings": fields.get("tie_word_embeddings", False),
+    }
 
 
 def _with_rope(family: str, rope: str) -> dict[str, Any]:
@@ -408,7 +459,12 @@ def _with_rope(family: str, rope: str) -> dict[str, Any]:
     fields = {"model_type": family.split(maxsplit=1)[0], **copy.deepcopy(FAMILIES[family][1])}
     if rope:
         full = dict(ROPES[rope])
-        by_kind = family.split(maxsplit=1)[0] in ("gemma3_text", "gemma4_text", "olmo3")
+        by_kind = family.split(maxsplit=1)[0] in (
+            "gemma3_text",
+            "gemma4_text",
+            "olmo3",
+            "mimo_v2_flash",
+        )
         windowed = {"rope_type": "default", "rope_theta": 500_000.0 if family == "olmo3" else 1e4}
         fields["rope_parameters"] = {_FULL: full, _WINDOWED: windowed} if by_kind else full
     return fields
@@ -444,7 +500,7 @@ def outcome(case: Case) -> Outcome:
     if (model := _model(fields)) is None:
         return Outcome("transformers refuses it")
     base = _base(case.family, case.rope)
-    expected = zoo.logits(model, _tokens(model.config.vocab_size))
+    expected = zoo.logits(model, _tokens(model.config.get_text_config().vocab_size))
     if not np.isfinite(expected).all():
         return Outcome("transformers gives NaN")
     unchanged = base is not None and base.shape == expected.shape and np.array_equal(base, expected)
@@ -464,7 +520,7 @@ def outcome(case: Case) -> Outcome:
 def _read_before(family: str, rope: str) -> ModelConfig | None:
     """Return what ours reads of the unchanged file; None if it refuses the file."""
     try:
-        return _numbers(config_json.parse_config(_with_rope(family, rope)))
+        return _numbers(config_json.parse_config(_nested(_with_rope(family, rope))))
     except CheckpointError:
         return None
 
@@ -482,7 +538,7 @@ def _numbers(config: ModelConfig) -> ModelConfig:
 @functools.cache
 def _base(family: str, rope: str) -> np.ndarray | None:
     """Return the logits of the unchanged file; None if transformers refuses the file."""
-    model = _model(_with_rope(family, rope))
+    model = _model(_nested(_with_rope(family, rope)))
     return None if model is None else zoo.logits(model, _tokens(zoo.VOCABULARY))
 
 
@@ -506,10 +562,9 @@ def _model(fields: dict[str, Any]) -> Any:
         config = getattr(transformers, f"{kind}Config").from_dict(copy.deepcopy(fields))
         config._attn_implementation = "eager"
         torch.manual_seed(0)
-        model_class = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
-        model = model_class(config).float().eval()
+        model = zoo.model_class(kind)(config).float().eval()
         zoo.disturb(model)
-        zoo.logits(model, _tokens(config.vocab_size))
+        zoo.logits(model, _tokens(config.get_text_config().vocab_size))
     # There are dozens of types, from checks of fields to products of matrices that do not fit.
     except Exception:
         return None
@@ -531,6 +586,8 @@ def _ours(model: Any, fields: dict[str, Any]) -> np.ndarray:
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         (Path(directory) / "config.json").write_text(json.dumps(fields))
+        # It may have a default that is beyond this vocabulary.
+        (Path(directory) / "generation_config.json").unlink(missing_ok=True)
         target = Target.from_pretrained(directory, dtype=np.float32)
     tokens = jnp.asarray(_tokens(target.config.vocab_size))
     with jax.disable_jit():

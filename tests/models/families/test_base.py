@@ -1,7 +1,9 @@
 """A model type is one `Family` and one line of the table, here for one more type."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -68,8 +70,18 @@ def test_each_line_of_the_table_is_the_family_of_that_model_type() -> None:
     gemma4 = dict.fromkeys(("gemma4", "gemma4_unified", "gemma4_unified_text"), "gemma4_text")
     qwen = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
     rest = {"mimo": "qwen2", "gemma3": "gemma3_text", "mistral3": "ministral3"}
+    rest |= {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
+    rest |= {"qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
     assert aliases == rest | gemma4 | qwen
     assert not FAMILIES.keys() & REFUSED.keys()
+
+
+def test_the_guide_lists_every_model_type_once() -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/checkpoints.md").read_text()
+    table = guide.partition("| family | `model_type` | examples |\n|---|---|---|\n")[2]
+    rows = table.partition("\n\n")[0].splitlines()
+    listed = [name for row in rows for name in re.findall("`([a-z0-9_]+)`", row.split("|")[2])]
+    assert sorted(listed) == sorted(FAMILIES)
 
 
 SPARSE = {

@@ -4,11 +4,13 @@ import json
 from functools import cache, partial
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from specjax import sharding
 from specjax.models import config_json
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.families import FAMILIES
@@ -55,7 +57,7 @@ def logits(target, tokens):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", zoo.cases())
 def test_logits_are_those_of_transformers(zoo_model, name, seed) -> None:
     model = zoo_model(name, seed)
     assert np.abs(model.logits).max() > 1
@@ -78,7 +80,7 @@ def test_of_gemma_4_e2b_no_more_digits_are_lost_than_by_transformers(zoo_model, 
     assert ours < max(2 * theirs, 5e-6)
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", zoo.cases())
 def test_what_is_written_is_read_by_transformers_and_here(zoo_model, name, tmp_path) -> None:
     model = zoo_model(name)
     model.target.save_pretrained(tmp_path)
@@ -88,8 +90,8 @@ def test_what_is_written_is_read_by_transformers_and_here(zoo_model, name, tmp_p
     )
 
 
-def test_every_family_with_files_of_its_own_is_in_the_zoo(zoo_model) -> None:
-    in_zoo = {zoo_model(name).target.config.model_type for name in zoo.MODELS}
+def test_every_family_with_files_of_its_own_is_in_the_zoo() -> None:
+    in_zoo = {FAMILIES[zoo.model_type(name)].model_type for name in zoo.MODELS}
     # These are in tests/models/test_huggingface.py.
     older = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"}
     assert {family.model_type for family in FAMILIES.values()} == in_zoo | older
@@ -107,6 +109,8 @@ NESTED = {
     "qwen3_5_moe": ("qwen3_5_moe", "model.language_model.", ""),
     "ministral3": ("mistral3", "model.language_model.", ""),
     "ministral3 of transformers 4": ("mistral3", "language_model.model.", "language_model."),
+    "kimi_k2": ("kimi_k25", "model.language_model.", ""),
+    "kimi_k2 of transformers 4": ("kimi_k25", "language_model.model.", "language_model."),
 }
 
 
@@ -210,6 +214,60 @@ def test_keys_of_layers_that_share_are_left_unread(zoo_model, tmp_path) -> None:
     np.testing.assert_array_equal(
         logits(LOAD(tmp_path), model.tokens), logits(model.target, model.tokens)
     )
+
+
+def test_a_window_of_mimo_v2_is_one_token_longer_than_its_published_size(zoo_model) -> None:
+    raw = raw_of(zoo_model, "mimo_v2_flash", sliding_window_size=4)
+    assert config_json.parse_config(raw) == zoo_model("mimo_v2_flash").target.config
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_another_name(zoo_model) -> None:
+    raw = raw_of(zoo_model, "kimi_k2", model_type="kimi_k2")
+    assert config_json.parse_config(raw) == zoo_model("kimi_k2").target.config
+
+
+@pytest.mark.full
+def test_experts_of_qwen3_vl_are_read_in_both_orders_of_axes(zoo_model, tmp_path) -> None:
+    """The hub has inputs before outputs; transformers 5 writes outputs first."""
+    model = zoo_model("qwen3_vl_moe")
+    tensors = load_file(model.directory / "model.safetensors")
+    turned = {
+        name: np.ascontiguousarray(np.swapaxes(value, 1, 2)) if ".experts." in name else value
+        for name, value in tensors.items()
+    }
+    save_file(turned, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((model.directory / "config.json").read_text())
+    target = LOAD(tmp_path)
+    np.testing.assert_array_equal(logits(target, model.tokens), logits(model.target, model.tokens))
+
+
+# --- meshes and quantized weights -----------------------------------------------------------------
+
+DIFFERENT = ("kimi_k2", "glm4", "minimax_m2", "mimo_v2_flash", "ernie4_5_moe", "hunyuan_v1_moe")
+"""Models whose tensors have names, shapes or heads that no other test of meshes has."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_model_on_a_mesh_has_the_same_logits(zoo_model, name) -> None:
+    model = zoo_model(name)
+    split = LOAD(model.directory, mesh=sharding.make_mesh(1, 2))
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(split.params))
+    np.testing.assert_allclose(logits(split, model.tokens), model.logits, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_quantized_weights_are_those_of_the_model_and_survive_a_save(
+    zoo_model, name, tmp_path
+) -> None:
+    model = zoo_model(name)
+    quantized = LOAD(model.directory, weights="int8")
+    jax.tree.map(
+        np.testing.assert_array_equal, quantized.params, model.target.quantize("int8").params
+    )
+    quantized.save_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, LOAD(tmp_path).params, quantized.params)
 
 
 # --- fields of config.json ------------------------------------------------------------------------
@@ -331,6 +389,45 @@ REFUSALS = [
         "model_type='gemma3n' is not supported: its residual streams",
     ),
     ("gpt_oss", {"model_type": "granitemoehybrid"}, "its layers keep a state of another kind"),
+    ("gpt_oss", {"model_type": "glm_moe_dsa"}, r"selects tokens with an indexer \(index_topk\)"),
+    (
+        "exaone4",
+        {"layer_types": None, "sliding_window_pattern": "LLLG"},
+        "sliding_window_pattern='LLLG': transformers does not read text here: give layer_types",
+    ),
+    ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, r"attn_type_list=\[1, 0, 1, 1\]: must be a"),
+    ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False: must be left out, or true"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias=True: must be left out, or false"),
+    ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min=0.5: must be a number from 0 to 1e-06"),
+    ("hunyuan_v1_moe", {"moe_topk": [2, 1, 2, 2]}, "moe_topk=.*the same in all layers"),
+    (
+        "hunyuan_v1_moe",
+        {"moe_intermediate_size": [12] * 4},
+        "moe_intermediate_size=.*: must be intermediate_size=48",
+    ),
+    (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": "x"}},
+        "rope_parameters.alpha='x': must be a number",
+    ),
+    (
+        "glm4_moe_lite",
+        {"first_k_dense_replace": 3},
+        "first_k_dense_replace=3: transformers does not read it",
+    ),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types=.*for each of num_hidden"),
+    (
+        "mimo_v2_flash",
+        {"hybrid_layer_pattern": [0, 1, 1, 1, 1, 1]},
+        "hybrid_layer_pattern=.*: transformers does not read this field",
+    ),
+    ("mimo_v2_flash", {"swa_rope_theta": 5e5}, "swa_rope_theta=500000.0: transformers does not"),
+    ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts=1: must be a whole number from 0"),
+    (
+        "mimo_v2_flash",
+        {"add_full_attention_sink_bias": True},
+        "add_full_attention_sink_bias=True: must be left out, or false",
+    ),
 ]
 
 

@@ -56,6 +56,34 @@ _SHARED_EXPERT = {
     "shared_expert_intermediate_size": 24,
 }
 
+GROUPED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+FIRST_DENSE = {"n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {name: value for name, value in SIZES.items() if name != "head_dim"} | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 6,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+"""A vision tower that no text meets."""
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2",
@@ -203,8 +231,137 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "SeedOss",
         SIZES | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
     ),
+    "kimi_k2": (
+        "DeepseekV3",
+        LATENT
+        | GROUPED_EXPERTS
+        | FIRST_DENSE
+        | {
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": _YARN
+            | {"rope_theta": 50_000.0, "beta_fast": 1.0, "mscale": 1.0}
+            | {"mscale_all_dim": 1.0},
+        },
+    ),
+    "mixtral": ("Mixtral", SIZES | {"num_local_experts": 6, "sliding_window": 9}),
+    "glm4": (
+        "Glm4",
+        SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+    "glm4_moe": ("Glm4Moe", SIZES | GROUPED_EXPERTS | FIRST_DENSE | {"use_qk_norm": True}),
+    "glm4_moe with biases": (
+        "Glm4Moe",
+        SIZES
+        | GROUPED_EXPERTS
+        | FIRST_DENSE
+        | {"attention_bias": True, "n_group": 1, "topk_group": 1},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "text_config": SIZES
+            | {"rope_parameters": {"rope_theta": 5e6, "mrope_section": [1, 2, 1]}},
+            "vision_config": VISION,
+        },
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {
+            "text_config": SIZES
+            | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+            "vision_config": VISION,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        SIZES | {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 4},
+    ),
+    "ernie4_5": ("Ernie4_5", SIZES | {"use_bias": True}),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 1e4,
+            }
+        },
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        SIZES | {"num_experts": 6, "moe_topk": 2, "attention_bias": True},
+    ),
+    "exaone4": ("Exaone4", SIZES | {"sliding_window": 5}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        SIZES
+        | {
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 12,
+            "moe_layer_interval": 2,
+            "hidden_size": 32,
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        LATENT
+        | GROUPED_EXPERTS
+        | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "attention_bias": True},
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {name: value for name, value in SIZES.items() if name != "head_dim"}
+        | GROUPED_EXPERTS
+        | {
+            "head_dim": 12,
+            "v_head_dim": 8,
+            "num_key_value_heads": 1,
+            "sliding_window": 5,
+            "num_hidden_layers": 6,
+        },
+    ),
 }
 """Models by name, as the name of the configuration's class, without "Config", and its fields."""
+
+FULL_ALONE = (
+    "kimi_k2",
+    "mixtral",
+    "glm4_moe",
+    "glm4_moe with biases",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "ernie4_5",
+    "hunyuan_v1_moe",
+    "ernie4_5_moe",
+    "glm4_moe_lite",
+    "exaone4",
+)
+"""Models whose kinds of layers are those of others: `make test` leaves them out."""
+
+
+def cases() -> list[Any]:
+    """Return the names of all models, to parametrize tests; some are in the full tier alone."""
+    import pytest
+
+    return [pytest.param(name, marks=[pytest.mark.full] * (name in FULL_ALONE)) for name in MODELS]
+
+
+def model_type(name: str) -> str:
+    """Return the ``model_type`` in the config.json of the model of that name."""
+    import transformers
+
+    return getattr(transformers, f"{MODELS[name][0]}Config").model_type
 
 
 def make(name: str, seed: int = 0) -> Any:
@@ -221,10 +378,20 @@ def build(kind: str, fields: dict[str, Any], seed: int = 0) -> Any:
     # A copy, because transformers writes to the fields.
     config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(fields))
     config._attn_implementation = "eager"
+    # GLM-4's default would be beyond the vocabulary.
+    config.eos_token_id = fields.get("eos_token_id")
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
+    model = model_class(kind)(config).eval()
     disturb(model)
     return model
+
+
+def model_class(kind: str) -> Any:
+    """Return the class of text models of that name; if there is none, the one that sees as well."""
+    import transformers
+
+    causal = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM", None)
+    return causal or getattr(transformers, f"{kind}ForConditionalGeneration")
 
 
 def disturb(model: Any) -> None:
