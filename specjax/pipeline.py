@@ -16,11 +16,12 @@ from jax.sharding import Mesh
 
 from specjax import decoding, text
 from specjax.arguments import LARGEST
-from specjax.decoding.options import GenerationOptions, Grammars, ThinkingBudgets
+from specjax.decoding.options import GenerationOptions, Grammars, Speculations, ThinkingBudgets
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
+from specjax.drafts.speculation import Speculation, Stated
 from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
 from specjax.grammars import CompiledGrammar, GrammarCompiler, ThinkingBudget
@@ -89,6 +90,7 @@ def load(
     chat_template: str | Path = "",
     chat_template_kwargs: str | Settings = "",
     generation_config: Literal["auto"] | None = "auto",
+    speculation: Stated = None,
 ) -> "TextGenerator":
     """Load a target with its tokenizer, and a drafter for it.
 
@@ -115,6 +117,7 @@ def load(
         generation_config: "auto" reads default sampling parameters from the target's
             generation_config.json; they apply where a call gives none, see `TextGenerator`. None
             reads nothing, and the default is greedy. A loaded target has no such file.
+        speculation: how far calls speculate that do not state it, see `settings`.
 
     Raises:
         InputError: an argument cannot be used. The message has its name, its value and the remedy.
@@ -164,11 +167,13 @@ def load(
         )
     if not isinstance(target, Target):
         target = Target.from_pretrained(files or target, dtype=dtype, mesh=mesh, weights=weights)
+    shapes = [] if drafter is None else [drafter.draft_shape]
+    Speculation.of(speculation, shapes)  # raises what a call would raise
     if cache_dtype is not None:
         target = replace(target, cache_dtype=cache_dtype)
     if spans_processes(target.mesh):
         meet("loaded")  # one process may have read from a slower disk or from the network
-    return TextGenerator(target, tokenizer, drafter, default_sampling)
+    return TextGenerator(target, tokenizer, drafter, default_sampling, speculation)
 
 
 def _check_generation_config(value: Any) -> None:
@@ -206,6 +211,7 @@ class TextGenerator(OneLine):
             none: with defaults of temperature 0.6 and top_k 20, a call with ``temperature=0.7``
             also uses top_k 20. `load` reads them from the target's generation_config.json. None is
             greedy.
+        speculation: how far calls speculate that do not state it; None is without a limit.
 
     Examples:
         >>> generate = specjax.load("embedded", "embedded:eagle3")
@@ -219,6 +225,7 @@ class TextGenerator(OneLine):
     tokenizer: Any
     drafter: Drafter | None = None
     default_sampling: Sampling | None = None
+    speculation: Stated = None
 
     def shown_fields(self) -> dict[str, Any]:
         """Return the fields that the repr shows.
@@ -342,6 +349,7 @@ class TextGenerator(OneLine):
             grammar=self.compile_grammar(options.grammar),
             biases=_encoded(options.biases, self.tokenizer),
             thinking_budget=encoded_budget(options.thinking_budget, self.tokenizer),
+            speculation=self.speculation if options.speculation is None else options.speculation,
         )
         results = decoding.stream(
             self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or LARGEST
@@ -461,6 +469,7 @@ def settings(
     bad_words: Any = None,
     thinking_budget: Any = None,
     thought_tokens: Sequence[str] | None = None,
+    speculation: Speculations = None,
     **sampling: Any,
 ) -> GenerationOptions:
     """Return the options of a generation from plain numbers.
@@ -488,6 +497,8 @@ def settings(
             default of ``rule`` is "coupled".
         thought_tokens: the two texts that begin and end a thought, such as ``("<think>",
             "</think>")``; None: the tokenizer states them, see `specjax.thoughts`.
+        speculation: how far rows speculate: "off" for no drafts, "auto" for no limit, or the
+            largest depth of a draft; one, or one per row. No distribution depends on it.
         sampling: the fields of `specjax.Sampling` by name, each one number or one per row:
             ``temperature`` (0, the default, is greedy), ``top_k`` (0 is no limit), ``top_p`` in (0,
             1], ``min_p`` in [0, 1], ``presence_penalty`` and ``frequency_penalty`` (0 is none),
@@ -515,6 +526,7 @@ def settings(
         grammar=grammar,
         biases=TokenBiases.of(logit_bias, allowed_token_ids, bad_words),
         thinking_budget=_budgets(thinking_budget, thought_tokens),
+        speculation=speculation,
     )
 
 

@@ -19,6 +19,7 @@ from specjax.decoding.loop import decode
 from specjax.decoding.options import (
     GenerationOptions,
     Grammars,
+    Speculations,
     ThinkingBudgets,
     bucket,
     check_prompts,
@@ -77,6 +78,7 @@ def generate(
     grammar: Grammars = None,
     biases: TokenBiases | Sequence[TokenBiases | None] | None = None,
     thinking_budget: ThinkingBudgets = None,
+    speculation: Speculations = None,
 ) -> Result:
     """Generate from the target, with exactly the distribution of the target alone.
 
@@ -110,6 +112,9 @@ def generate(
         thinking_budget: the `specjax.ThinkingBudget` of all rows, or one for each row, with None
             for a row without one: the largest number of tokens of each thought, after which its end
             is forced. With a budget the default of ``rule`` is "coupled".
+        speculation: how far rows speculate: "off" for no drafts, or the largest depth of a draft;
+            one, or one for each row. The distribution of the texts does not depend on it. None for
+            no limit.
 
     Raises:
         InputError: An argument is invalid. The message names it, its value and the remedy.
@@ -142,6 +147,7 @@ def generate(
         grammar,
         biases,
         thinking_budget,
+        speculation,
     )
     run = _Batch(target, drafter, tokens, lengths, options)
     run.decode(np.iinfo(np.int32).max)
@@ -163,6 +169,7 @@ def stream(
     grammar: Grammars = None,
     biases: TokenBiases | Sequence[TokenBiases | None] | None = None,
     thinking_budget: ThinkingBudgets = None,
+    speculation: Speculations = None,
     steps: int = 4,
 ) -> Iterator[Result]:
     """Generate as `generate` does, and yield the result so far after every ``steps`` steps.
@@ -192,6 +199,7 @@ def stream(
         grammar,
         biases,
         thinking_budget,
+        speculation,
     )
     run = _Batch(target, drafter, tokens, lengths, options)
 
@@ -325,6 +333,9 @@ def start(
     padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
     adjustments = options.adjustments(tokens, lengths, config.vocab_size)
     rule = options.rule_for(drafter.draft_shape)
+    limits = options.draft_limits(batch, drafter.draft_shape)
+    if limits is not None and not limits.any():
+        drafter, limits = NoDraft(), None  # no row drafts: this is plain decoding
     rows = options.sampling.rows(batch, rule)
     # Batches that are all greedy have their own program, and all others share one. That one
     # searches for the threshold of top-k, top-p and min-p only if a row uses them.
@@ -344,6 +355,7 @@ def start(
         jnp.asarray(_padded(checked.stop_token_ids)),
         replace(rows, **_ANY_SAMPLING),
         jnp.asarray((lengths + checked.min_new_tokens).astype(np.int32)),
+        None if limits is None else jnp.asarray(limits),
         capacity=capacity,
         depth=max(FORCED, drafter.draft_shape.depth) if options.is_constrained else None,
     )

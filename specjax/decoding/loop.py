@@ -68,6 +68,9 @@ def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[
         target, state.drafter, state.roots, sampling, draft_keys, ~state.done, **caches
     )
     draft, drafter_state = check_proposal(drafter, proposal, state.lengths.shape[0])
+    if state.draft_limits is not None:
+        # A row that may draft nothing still counts as active above: its drafter must read the root.
+        draft = draft.limited(state.draft_limits)
     return draft, replace(state, drafter=drafter_state)
 
 

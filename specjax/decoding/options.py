@@ -13,6 +13,7 @@ from specjax.adjustments import Adjustments
 from specjax.arguments import is_whole, one_or_each
 from specjax.decoding.verification import RULES
 from specjax.drafts.shapes import DraftShape, DynamicTree, StaticTree
+from specjax.drafts.speculation import Speculation, Stated
 from specjax.errors import InputError
 from specjax.grammars import CompiledGrammar, Grammar, Matcher, ThinkingBudget
 from specjax.models.config import ModelConfig
@@ -24,6 +25,9 @@ Grammars = CompiledGrammar | Grammar | Sequence[CompiledGrammar | Grammar | None
 
 ThinkingBudgets = ThinkingBudget | Sequence[ThinkingBudget | None] | None
 """The thinking budget of all rows, or one for each row with None for a row without one."""
+
+Speculations = Stated | Sequence[Stated]
+"""How far all rows speculate, or each row with None for a row without a limit."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ class GenerationOptions:
             for a row without any.
         thinking_budget: the `specjax.ThinkingBudget` of all rows, or one for each row, with None
             for a row without one. With a budget the default of ``rule`` is "coupled".
+        speculation: how far rows speculate, see `specjax.drafts.speculation.Speculation.of`: "off"
+            for no drafts, or the largest depth of a draft; one, or one for each row. None for no
+            limit.
 
     Examples:
         >>> from specjax.decoding import GenerationOptions
@@ -72,6 +79,7 @@ class GenerationOptions:
     grammar: Grammars = None
     biases: TokenBiases | Sequence[TokenBiases | None] | None = None
     thinking_budget: ThinkingBudgets = None
+    speculation: Speculations = None
 
     def __post_init__(self) -> None:
         """Raise InputError for values of the wrong type.
@@ -238,6 +246,28 @@ class GenerationOptions:
         return [
             None if grammar is None else _check_grammar(grammar, vocab_size) for grammar in grammars
         ]
+
+    def draft_limits(self, batch: int, draft: DraftShape) -> np.ndarray | None:
+        """Return the largest depth of each row's drafts, ``[batch]``; None if no row has a limit.
+
+        Raises:
+            InputError: A speculation cannot be used with this draft, or they do not fit the rows.
+
+        Examples:
+            >>> from specjax.decoding import GenerationOptions
+            >>> options = GenerationOptions(speculation=["off", 2])
+            >>> options.draft_limits(batch=2, draft=specjax.Chain(4)).tolist()
+            [0, 2]
+        """
+        stated = self.speculation
+        if stated is None:
+            return None
+        rows: list[Any] = list(stated) if isinstance(stated, list | tuple) else [stated] * batch
+        if len(rows) != batch:
+            raise InputError(
+                f"speculation: {len(rows)} of them; give one, or one for each of the {batch} rows"
+            )
+        return np.array([Speculation.of(row, [draft]).limit for row in rows], np.int32)
 
     def adjustments(
         self, tokens: np.ndarray, lengths: np.ndarray, vocab_size: int

@@ -38,6 +38,7 @@ from specjax.decoding.stats import Logprobs, Stats
 from specjax.drafters.base import Committed, Drafter, start_drafter
 from specjax.drafters.pausable import ROOM, Pausable
 from specjax.drafters.with_prediction import WithPrediction
+from specjax.drafts.speculation import NO_LIMIT
 from specjax.models.cache import KVCache, PagedCache, by_group, groups_of
 from specjax.models.transformer import States, Target
 from specjax.sampling import GREEDY, Sampling
@@ -61,6 +62,7 @@ class Text:
             end.
         prediction: ``[S]`` int32, the expected output, for `WithPrediction`; None without one.
         predicted: scalar int32, number of tokens of the prediction.
+        draft_limit: scalar int32, the largest depth of its drafts; 0 if nothing is drafted.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -79,6 +81,7 @@ class Text:
     min_length: Any = 0
     prediction: Any = None
     predicted: Any = None
+    draft_limit: Any = np.int32(NO_LIMIT)
 
     @classmethod
     def of_prompt(
@@ -90,6 +93,7 @@ class Text:
         key: jax.Array | None = None,
         stop_token_ids: np.ndarray | None = None,
         sampling: Sampling = GREEDY,
+        draft_limit: int = NO_LIMIT,
     ) -> "Text":
         """Return the text of a prompt.
 
@@ -101,6 +105,7 @@ class Text:
             stop_token_ids: ``[E]`` ids that end the text, padded with -1, as many as the state has
                 room for; None for eight times -1.
             sampling: the parameters of its distribution.
+            draft_limit: the largest depth of its drafts.
         """
         prompt = np.asarray(prompt)
         return cls(
@@ -110,6 +115,7 @@ class Text:
             key=jax.random.key(0) if key is None else key,
             stop_token_ids=np.full(8, -1, np.int32) if stop_token_ids is None else stop_token_ids,
             sampling=sampling.of_row(),
+            draft_limit=np.int32(draft_limit),
         )
 
 
@@ -199,6 +205,7 @@ def empty(
         accepted=jnp.zeros((rows, capacity), bool),
         failed=jnp.zeros(rows, bool),
         min_lengths=jnp.zeros(rows, jnp.int32),
+        draft_limits=jnp.full(rows, NO_LIMIT, jnp.int32),
     )
     return place_rows(state, target)
 
@@ -306,6 +313,7 @@ def admit(
         accepted=jnp.zeros(capacity, bool),
         failed=jnp.zeros((), bool),
         min_lengths=text.min_length,
+        draft_limits=text.draft_limit,
     )
     new_row = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], new_row)
     drafter_state = drafter.from_prefix_state(new_drafter_state, prefix_row.drafter)

@@ -16,6 +16,7 @@ from specjax import sharding
 from specjax.adjustments import Adjustments
 from specjax.decoding.stats import Stats
 from specjax.drafters.base import Committed, Drafter, start_drafter
+from specjax.drafts.speculation import NO_LIMIT
 from specjax.errors import InputError
 from specjax.models.cache import KVCache, PagedCache
 from specjax.models.transformer import Target
@@ -46,6 +47,8 @@ class DecodeState:
             no token could be drawn for position ``lengths``.
         min_lengths: ``[B]`` number of committed tokens before which a row must not end. None if no
             row may have such a minimum.
+        draft_limits: ``[B]`` int32 the largest depth of each row's drafts, 0 for a row that drafts
+            nothing. None if no row has a limit.
 
     Examples:
         >>> from specjax import decoding
@@ -67,6 +70,7 @@ class DecodeState:
     accepted: jax.Array
     failed: jax.Array
     min_lengths: jax.Array | None = None
+    draft_limits: jax.Array | None = None
 
     @property
     def roots(self) -> jax.Array:
@@ -107,6 +111,7 @@ def prefill(
     stop_token_ids: jax.Array,
     sampling: RowSampling,
     min_lengths: jax.Array | None = None,
+    draft_limits: jax.Array | None = None,
     *,
     capacity: int,
     depth: int | None = None,
@@ -148,6 +153,7 @@ def prefill(
         accepted=jnp.zeros((batch, capacity), bool),
         failed=jnp.zeros(batch, bool),
         min_lengths=min_lengths,
+        draft_limits=draft_limits,
     )
     return place_rows(state, target)
 
@@ -275,6 +281,7 @@ def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
     padding = jnp.full((ids.shape[0], max_ids - ids.shape[1]), -1, ids.dtype)
     request = replace(request, stop_token_ids=jnp.concatenate([ids, padding], axis=1))
     request = _match_min_lengths(state, request)
+    request = _match_draft_limits(state, request)
     if jax.tree.structure(state) != jax.tree.structure(request):
         raise InputError(
             "request: its sampling or drafter differs from the state's; start both alike, and with"
@@ -301,6 +308,22 @@ def _match_min_lengths(state: DecodeState, request: DecodeState) -> DecodeState:
                 " decoding.start"
             )
         return replace(request, min_lengths=None)
+    return request
+
+
+def _match_draft_limits(state: DecodeState, request: DecodeState) -> DecodeState:
+    """Give ``request`` `DecodeState.draft_limits` if ``state`` has them.
+
+    Raises:
+        InputError: Only the request has them.
+    """
+    if state.draft_limits is None and request.draft_limits is not None:
+        raise InputError(
+            "request: its speculation is limited, but the state has no room for limits; start the"
+            " state with a speculation for each row, such as ['auto', 'off']"
+        )
+    if state.draft_limits is not None and request.draft_limits is None:
+        return replace(request, draft_limits=jnp.full_like(request.lengths, NO_LIMIT))
     return request
 
 

@@ -1,5 +1,7 @@
 """The data between drafting and verification: the draft, and the verdict on it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,6 +128,20 @@ class Draft:
             q=None if self.q is None else self.q[:, :nodes],
             valid=None if self.valid is None else self.valid[:, :nodes],
         )
+
+    def limited(self, depths: jax.Array) -> "Draft":
+        """Return the draft without the nodes that are deeper than ``depths [B]``, a row's limit.
+
+        A limit must not depend on the drafted tokens, or the output would be biased.
+
+        Examples:
+            >>> from specjax.drafters import Draft
+            >>> draft = Draft.chain(jnp.array([7, 7]), jnp.array([[2, 5], [2, 5]]))
+            >>> draft.limited(jnp.array([0, 1])).length.tolist()  # one row drafts nothing
+            [0, 1]
+        """
+        is_allowed = jnp.asarray(self.depths) <= depths[:, None]
+        return replace(self, valid=is_allowed if self.valid is None else is_allowed & self.valid)
 
     @property
     def drafted(self) -> jax.Array:

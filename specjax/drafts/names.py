@@ -60,6 +60,26 @@ def parse_shape(name: str) -> DraftShape:
     raise InputError(f"draft={name!r}: must be {SHAPE_NAMES}{hint}")
 
 
+def shape_name(shape: DraftShape) -> str:
+    """Return the name of a shape, as `parse_shape` reads it.
+
+    A static tree of one's own has no name; it is described.
+
+    Examples:
+        >>> from specjax.drafts.names import shape_name
+        >>> shape_name(specjax.Chain(4)), shape_name(specjax.DynamicTree(4, 3, 16))
+        ('chain:4', 'dynamic:4,3,16')
+    """
+    if isinstance(shape, Chain):
+        return f"chain:{shape.length}" + (f",{shape.stop_below:g}" if shape.stop_below else "")
+    if isinstance(shape, DynamicTree):
+        return f"dynamic:{shape.top_k},{shape.depth},{shape.nodes}"
+    if isinstance(shape, SampledTree):
+        return f"sampled:{','.join(map(str, shape.widths))}"
+    trees = {StaticTree(EAGLE_TREE): "eagle", StaticTree(MEDUSA_TREE): "medusa"}
+    return trees.get(shape, str(shape))  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 def as_shape(draft: DraftShape | int | str) -> DraftShape:
     """Return the shape that an argument ``draft`` stands for.
 

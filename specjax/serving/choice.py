@@ -138,13 +138,18 @@ class DraftChoice:
         self._has_run: set[tuple[int, int]] = set()  # those whose first, slower call is over
         self._last_used = [0.0] * len(self.drafts)
 
-    def tokens_a_step(self, index: int, predicted: float = 1.0) -> float:
+    def tokens_a_step(self, index: int, predicted: float = 1.0, drafting: float = 1.0) -> float:
         """Return E, the expected number of emitted tokens per row and step.
 
         Args:
             index: the index of the draft.
             predicted: the share of the rows that have a prediction. It matters for `Copies` alone.
+            drafting: the share of the rows that draft. The others emit one token per step.
         """
+        return 1.0 + drafting * (self._drafted_tokens(index, predicted) - 1.0)
+
+    def _drafted_tokens(self, index: int, predicted: float) -> float:
+        """Return the expected number of emitted tokens per step of a row that drafts."""
         draft = self.drafts[index]
         if draft is None:
             return 1.0
@@ -157,9 +162,9 @@ class DraftChoice:
         measured = self._measured[index]
         return float(measured.emitted[0] / measured.steps[0])
 
-    def rate(self, width: int, index: int, predicted: float = 1.0) -> float:
+    def rate(self, width: int, index: int, predicted: float = 1.0, drafting: float = 1.0) -> float:
         """Return E / S, the expected tokens per second of a row."""
-        return self.tokens_a_step(index, predicted) / self.seconds[width, index]
+        return self.tokens_a_step(index, predicted, drafting) / self.seconds[width, index]
 
     def choose(
         self,
@@ -169,6 +174,7 @@ class DraftChoice:
         *,
         plain: int = 0,
         is_measuring: bool = True,
+        drafting: float = 1.0,
     ) -> int:
         """Return the index of the draft to decode with.
 
@@ -180,6 +186,7 @@ class DraftChoice:
             is_measuring: whether the call will be timed, which it is not while a program is being
                 compiled. If it is, drafts that were not timed yet are tried now and then, plain
                 decoding first. If not, the first compiled draft is used when none is timed.
+            drafting: the share of the rows that draft.
         """
         indices = [
             index
@@ -195,9 +202,11 @@ class DraftChoice:
                 choice = next((index for index in untimed if self.drafts[index] is not None), plain)
             if choice is not None:
                 return self._count(width, choice)
-        rates = {index: self.rate(width, index, predicted) for index in indices}
+        rates = {index: self.rate(width, index, predicted, drafting) for index in indices}
         best = max(indices, key=lambda index: rates[index])
         current = self._current.get((width, predicted > 0), best)
+        if current not in indices:  # requests that run now have named others
+            current = best
         if rates[best] > BETTER * rates[current]:
             current = best
         self._current[width, predicted > 0] = current

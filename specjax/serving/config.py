@@ -16,6 +16,7 @@ from specjax.drafters.pausable import ROOM, Pausable
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape
+from specjax.drafts.speculation import NO_LIMIT, Speculation, Stated
 from specjax.errors import InputError
 from specjax.grammars import GrammarCompiler, ThoughtTokens
 from specjax.grammars.thoughts import check_texts
@@ -51,6 +52,7 @@ class EngineConfig:
         clients: the shapes of drafts that clients may send; None: there are no clients.
         max_prediction: the largest number of tokens that are copied from a prediction per step.
         default_sampling: the sampling of requests that state none; None: greedy.
+        default_speculation: how far requests speculate that do not state it; None: without a limit.
         grammars: the compiler of requests' grammars; None: no request may have one.
         penalties: whether requests may have penalties, biases and banned words.
         thought_texts: the two texts that begin and end a thought; None: the tokenizer states them.
@@ -64,6 +66,7 @@ class EngineConfig:
     clients: ClientDrafts | None
     max_prediction: int
     default_sampling: Sampling | None
+    default_speculation: Stated
     grammars: GrammarCompiler | None = None
     penalties: bool = False
     thought_texts: tuple[str, str] | None = None
@@ -95,7 +98,7 @@ class EngineConfig:
         Raises:
             InputError: An argument cannot be used. The message names it, its value and a remedy.
         """
-        default_sampling, generator = None, None
+        default_sampling, default_speculation, generator = None, None, None
         if isinstance(target, pipeline.TextGenerator):
             generator = target
             if drafter is not None:
@@ -103,6 +106,7 @@ class EngineConfig:
                     "drafter: the generator brings its own drafter; give this one to specjax.load"
                 )
             default_sampling = target.default_sampling
+            default_speculation = target.speculation
             target, drafter, tokenizer = target.target, target.drafter, target.tokenizer
         target.check_whole()
         drafter = None if isinstance(drafter, NoDraft) else drafter
@@ -130,7 +134,7 @@ class EngineConfig:
         widths = _widths(rows, widths, on_cpu and groups == 1)
         choices, drafters = _drafters(target, drafter, shapes, max_prediction)
         sizes = Sizes(rows, widths, capacity, pages, page, chunk, steps, max_logprobs)
-        return cls(
+        config = cls(
             target,
             tokenizer,
             choices,
@@ -139,10 +143,26 @@ class EngineConfig:
             clients,
             max_prediction,
             default_sampling,
+            default_speculation,
             _grammar_compiler(target, tokenizer, generator) if grammars else None,
             penalties,
             _thought_texts(thought_tokens, tokenizer, target, has_grammars=grammars),
         )
+        config.speculation(None)  # the default must be one that requests may state
+        return config
+
+    @property
+    def drafts(self) -> tuple[DraftShape | None, ...]:
+        """The drafts that a request may name; None is plain decoding."""
+        return tuple(draft for draft in self.choices if not isinstance(draft, Copies))
+
+    def speculation(self, stated: Stated) -> Speculation:
+        """Return how far a request speculates; None is the default.
+
+        Raises:
+            InputError: It is not supported, or a draft that the engine does not have.
+        """
+        return Speculation.of(self.default_speculation if stated is None else stated, self.drafts)
 
     @cached_property
     def thought(self) -> ThoughtTokens:
@@ -203,6 +223,7 @@ class EngineConfig:
         choice: int = 0,
         key: jax.Array | None = None,
         expected: Sequence[int] = (),
+        draft_limit: int = NO_LIMIT,
     ) -> dict[str, Any]:
         """Return the settings of a text as `device_rows.Text` stores them.
 
@@ -214,6 +235,7 @@ class EngineConfig:
             choice: the index of the text among several of one request.
             key: the random key, in place of the one made from the seed and ``choice``.
             expected: the token ids of a prediction.
+            draft_limit: the largest depth of the text's drafts.
 
         Raises:
             InputError: An argument cannot be used. The message names it, its value and a remedy.
@@ -238,6 +260,7 @@ class EngineConfig:
             ids, (0, MAX_STOP_TOKENS - len(ids)), constant_values=-1
         )
         settings["min_length"] = np.int32(prompt + int(checked.min_new_tokens[0]))
+        settings["draft_limit"] = np.int32(draft_limit)
         if self.max_prediction:
             settings["prediction"] = np.zeros(self.sizes.capacity, np.int32)
             settings["prediction"][: len(expected)] = expected

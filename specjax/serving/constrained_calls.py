@@ -125,6 +125,7 @@ class ConstrainedCalls:
         most: int,
         *,
         copies: bool = False,
+        drafts: bool = True,
     ) -> Call:
         """Return the call to make.
 
@@ -135,6 +136,7 @@ class ConstrainedCalls:
             draft: the index of the draft of a free call; None: none may be made.
             most: the largest number of steps of a free call.
             copies: whether masked steps copy predictions.
+            drafts: whether some row may draft.
         """
         if self._pause_left:
             return Call("host")
@@ -150,6 +152,7 @@ class ConstrainedCalls:
             draft=draft if may_be_free else None,
             most=most,
             copies=copies,
+            drafts=drafts,
         )
 
     def _record_masks(self, seconds: float, rows: int, has_draft: bool) -> None:

@@ -162,6 +162,7 @@ class ConstrainedChoice:
         draft: int | None,
         most: int | None = None,
         copies: bool = False,
+        drafts: bool = True,
     ) -> Call:
         """Return the call to make.
 
@@ -173,6 +174,7 @@ class ConstrainedChoice:
             draft: the index of the draft of a free call; None: no free call may be made now.
             most: the largest number of steps of a free call now; None: the usual one.
             copies: whether some row has a prediction, so that masked steps copy.
+            drafts: whether some row may draft. If not, only forced tokens are drafted.
         """
         width, free_width = widths
         longest = max(forced, default=0)
@@ -180,7 +182,7 @@ class ConstrainedChoice:
         if not copies:
             calls["host"] = Call("host"), rows + sum(forced), self._of_host(width, longest)
         kind = "copying" if copies else "drafted"
-        if copies or self._masked is not None:
+        if copies or (drafts and self._masked is not None):
             tokens = rows * self._tokens[kind].given(self._expected_tokens)
             calls[kind] = Call(kind), tokens, self._of_draft(width, kind)
         if draft is not None:

@@ -220,6 +220,7 @@ class Engine:
         key: jax.Array | None = None,
         stop: str | Sequence[str] = (),
         prediction: str | Sequence[int] | None = None,
+        speculation: str | int | DraftShape | None = None,
         logprobs: int | None = None,
         echo: bool = False,
         spans: bool = False,
@@ -247,6 +248,12 @@ class Engine:
             stop: stop strings. The text ends before the first of them.
             prediction: the expected text, as a string or token ids. Its tokens are drafted as long
                 as they match. It changes the time of the request, not its text.
+            speculation: how far the request speculates: "off" for no drafts, a whole number for the
+                largest depth of a draft, one of the engine's drafts by its name or shape, or "auto"
+                for no limit. A text does not depend on it. If all running requests are off, the
+                engine decodes plainly, provided that its ``drafts`` include None. A call has one
+                draft: if requests name several, it is the fastest of them, cut to the depth of the
+                one that a request names. None: that of the generator, otherwise "auto".
             logprobs: the number of top log-probabilities to report with each token's own, in
                 `Piece.logprobs`; None: no log-probabilities.
             echo: whether to report the log-probabilities of the prompt, too, in the handle's
@@ -297,8 +304,14 @@ class Engine:
         # With max_new_tokens=0 the row is freed after its prefill, and the one token is never
         # sampled.
         row_params = params if params.max_new_tokens else replace(params, max_new_tokens=1)
+        speculates = self._config.speculation(speculation)
         settings = self._config.settings(
-            row_params, len(tokens), choice=choice, key=key, expected=predicted_tokens
+            row_params,
+            len(tokens),
+            choice=choice,
+            key=key,
+            expected=predicted_tokens,
+            draft_limit=speculates.limit,
         )
         stop = text.check_stop(stop)
         growing = None
@@ -324,6 +337,7 @@ class Engine:
             echo=echo,
             spans=spans,
             prediction=len(predicted_tokens),
+            speculation=speculates,
             matcher=matcher,
             biases=self._biases(params),
         )

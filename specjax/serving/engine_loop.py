@@ -796,8 +796,9 @@ class EngineLoop:
         width = next(width for width in device.masked_widths if width >= len(running))
         if logprobs := any(it.logprobs is not None for it in options):
             width, free_width, draft = self.sizes.rows, self.sizes.rows, device.reporting
+        drafts = any(it.speculation.limit > 0 for it in options)
         # Some row has a prediction, and no row needs log-probabilities, which copies do not have.
-        copies = any(it.prediction for it in options) and self.programs.are_ready(*COPYING)
+        copies = any(it.copies for it in options) and self.programs.are_ready(*COPYING)
         copies = copies and device.copying is not None and not logprobs and not is_adjusting
         call = self._constrained.choose(
             host_tokens,
@@ -806,6 +807,7 @@ class EngineLoop:
             None if is_adjusting else draft,
             steps,
             copies=copies,
+            drafts=drafts,
         )
         if call.kind == "free":
             return call, *self._choose()
@@ -881,7 +883,9 @@ class EngineLoop:
         ]
         if any(handle.output_options.logprobs is not None for handle in running):
             return self.sizes.rows, self.device.reporting, True
-        predicted = sum(handle.output_options.prediction > 0 for handle in running) / len(running)
+        predicted = sum(handle.output_options.copies for handle in running) / len(running)
+        speculations = [handle.output_options.speculation for handle in running]
+        drafting = sum(it.limit > 0 for it in speculations) / len(running)
         # If a drafter copies predictions, it is the last one. Without it no request has a
         # prediction, and the last drafter is one like the others.
         last, ready = len(self.device.drafters) - 1, self.programs.is_ready
@@ -893,11 +897,21 @@ class EngineLoop:
             widths = (width for width in self.sizes.widths if ready("decode", width, plain, False))
             width = next(width for width in widths if width >= len(running))
         indices = [index for index in range(last + 1) if ready("decode", width, index, False)]
+        if not drafting:
+            return width, self.device.plain, False
+        named = {it.draft for it in speculations}
+        # Drafts that requests name come first; if they name several, the fastest of them.
+        indices = [index for index in indices if index in named] or indices
         is_measuring = self.programs.are_all_ready
         return (
             width,
             self.choice.choose(
-                width, predicted, indices, plain=self.device.plain, is_measuring=is_measuring
+                width,
+                predicted,
+                indices,
+                plain=self.device.plain,
+                is_measuring=is_measuring,
+                drafting=drafting,
             ),
             False,
         )
@@ -954,12 +968,10 @@ class EngineLoop:
         drafter; None: the call says nothing about free text. ``has_left [rows]`` has the rows that
         went back to where they were before the call; None: there are none.
         """
-        is_copying = width_and_drafter is not None and isinstance(
-            self.choice.drafts[width_and_drafter[1]], Copies
-        )
+        draft = None if width_and_drafter is None else self.choice.drafts[width_and_drafter[1]]
         with self.wake:
             self._counters["calls"] += 1
-            rows, copying_rows = [], []
+            rows: list[int] = []
             went_back = [] if has_left is None else np.flatnonzero(has_left).tolist()
             for row, (request, handle) in snapshot.items():
                 if row in went_back:
@@ -970,18 +982,21 @@ class EngineLoop:
                     self._give_up(request, handle, error)
                     continue
                 rows.append(row)
-                if handle.output_options.prediction:
-                    copying_rows.append(row)
             # Count all rows at once, because a few numpy operations per row would delay the device.
             self._total.add(difference(progress.stats, self._device_stats, rows))
             # The draft is judged by what rows that went back emitted, too: it was drafted for free
-            # text. A draft that copies predictions is judged by the rows that have one.
+            # text. A draft that copies predictions is judged by the rows that have one, and every
+            # draft by the rows that may draft as deep as it does.
             stats = difference(progress.stats, self._device_stats, [*rows, *went_back])
-            of_draft = (
-                difference(progress.stats, self._device_stats, copying_rows)
-                if is_copying
-                else stats
-            )
+            depth, candidates = 0 if draft is None else draft.depth, [*rows, *went_back]
+            if isinstance(draft, Copies):
+                candidates = [row for row in rows if snapshot[row][1].output_options.copies]
+            judging = [
+                row
+                for row in candidates
+                if snapshot[row][1].output_options.speculation.limit >= depth
+            ]
+            of_draft = difference(progress.stats, self._device_stats, judging)
             before, self._device_stats = self._device_stats, copies_of(progress.stats)
             for now, earlier in zip(
                 vars(self._device_stats).values(), vars(before).values(), strict=True

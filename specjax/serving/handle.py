@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from specjax.decoding.stats import Stats
+from specjax.drafts.speculation import Speculation
 from specjax.errors import LogitsError
 from specjax.evaluation import metrics
 from specjax.grammars import Matcher
@@ -98,6 +99,7 @@ class OutputOptions:
         echo: whether to report the log-probabilities of the prompt, too.
         spans: whether to report `Piece.spans`.
         prediction: the number of tokens of the request's prediction.
+        speculation: how far the request speculates.
         matcher: the position of the text in its grammar and under its thinking budget; None without
             both. The engine's thread owns it.
         biases: the biases, allowed tokens and banned words of a text that has these or penalties;
@@ -108,8 +110,14 @@ class OutputOptions:
     echo: bool = False
     spans: bool = False
     prediction: int = 0
+    speculation: Speculation = Speculation()
     matcher: Matcher | None = None
     biases: TokenBiases | None = None
+
+    @property
+    def copies(self) -> bool:
+        """True if tokens of a prediction may be drafted: a named draft takes its place."""
+        return self.prediction > 0 and self.speculation.limit > 0 and self.speculation.draft is None
 
 
 @dataclass(frozen=True)

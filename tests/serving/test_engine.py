@@ -810,6 +810,10 @@ BAD_REQUESTS = {
     r"choice=-1: must be a whole number, at least 0": {"choice": -1},
     r"key=5: give a random key": {"key": 5},
     r"key has shape \(2,\): give one key": {"key": jax.random.split(jax.random.key(0))},
+    r"speculation='chain:4': give auto, off, a largest depth, chain:3, static tree": {
+        "speculation": "chain:4"
+    },
+    r"speculation=-1: a depth is at least 0": {"speculation": -1},
     r"eos_token_ids: 9 ids; give at most 8": {"eos_token_ids": range(9)},
     r"eos_token_ids=\[99\]: outside the vocabulary": {"eos_token_ids": (99,)},
 }
@@ -820,6 +824,46 @@ def test_what_cannot_be_asked_for_is_named(drafting, message) -> None:
     with pytest.raises(InputError, match=message):
         drafting.submit(**{"prompt": [1, 2], "max_new_tokens": 8, **BAD_REQUESTS[message]})
     check_at_rest(drafting)
+
+
+def test_requests_of_one_call_may_speculate_differently(target, drafting) -> None:
+    wishes = ["off", 1, "chain:3", None]
+    requests = [Request((1, 2, number), 24) for number in range(len(wishes))]
+    with drafting._loop.wake:
+        handles = [
+            drafting.submit(
+                list(request.prompt), max_new_tokens=24, eos_token_ids=(), speculation=wish
+            )
+            for request, wish in zip(requests, wishes, strict=True)
+        ]
+    for request, handle in zip(requests, handles, strict=True):
+        check_text(target, request, handle)
+    off, one, named, _ = (handle.acceptance for handle in handles)
+    assert (off.drafted, off.steps) == (0, 24)
+    # Every call drafts what the third request names, and the second one only its first token.
+    assert 0 < one.drafted <= one.steps
+    assert named.drafted > 2 * named.steps
+
+
+def test_the_engine_decodes_plainly_while_all_requests_are_off(drafting) -> None:
+    def calls_by_draft() -> dict[str, int]:
+        table = drafting.statistics.drafts
+        names = {str(row["draft"]) for row in table}
+        return {
+            name: sum(int(row["taken"]) for row in table if row["draft"] == name) for name in names
+        }
+
+    def submit(speculation: str) -> None:
+        options = {"max_new_tokens": 24, "eos_token_ids": (), "speculation": speculation}
+        drafting.submit([1, 2, 3], **options).result(PATIENCE)
+
+    before = calls_by_draft()
+    submit("off")
+    assert drafting.statistics.draft == "none"
+    assert calls_by_draft() == before  # the rule that chooses a draft was not asked
+    submit("chain:3")
+    changed = {name for name, taken in calls_by_draft().items() if taken != before[name]}
+    assert changed == {"chain of 3"}
 
 
 def test_stop_strings_are_strings_and_not_empty(of_words) -> None:

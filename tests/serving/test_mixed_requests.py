@@ -1,7 +1,8 @@
 """Requests of every kind in one engine, some of them cancelled: no wrong token.
 
 Requests differ in sampling parameters, penalties, biases, grammars, priorities, tenants,
-predictions, log-probabilities and lengths. There are few pages, so that rows are preempted.
+predictions, log-probabilities, speculation and lengths. There are few pages, so that rows are
+preempted.
 """
 
 import threading
@@ -79,6 +80,8 @@ def random_request(rng: np.random.Generator) -> Mixed:
     }
     if rng.random() < 0.2:
         call["prediction"] = rng.integers(0, END, 9).tolist()
+    if rng.random() < 0.4:
+        call["speculation"] = ["off", 1, "chain:3"][rng.integers(3)]
     return Mixed(
         prompt,
         stated,

@@ -135,6 +135,7 @@ class TextRequest:
         suffix: the text after the gap that the model fills; the prompt is the text before it.
         return_token_ids: whether the answer has the token ids of prompts and texts.
         prediction: the expected text.
+        speculation: how far the request speculates, as for `specjax.serving.Engine.submit`.
         stream: whether to stream the answer.
         include_usage: whether the stream ends with the usage.
         continuous_usage: whether each chunk of the stream has the usage so far.
@@ -176,6 +177,7 @@ class TextRequest:
     suffix: str = ""
     return_token_ids: bool = False
     prediction: str | None = None
+    speculation: str | int | None = None
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -358,6 +360,7 @@ class _TextFields(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     add_special_tokens: bool | None = None
     prediction: _Prediction | None = None
+    speculation: str | int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
@@ -795,6 +798,7 @@ def _request(
         prompt_logprobs=_prompt_logprobs(fields, limits),
         return_token_ids=bool(fields.return_token_ids),
         prediction=_prediction(fields.prediction, limits),
+        speculation=fields.speculation,
         stream=stream,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),

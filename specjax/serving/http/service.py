@@ -308,6 +308,7 @@ class Service:
             "logprobs": request.top_count,
             "echo": request.scores_prompt,
             "prediction": prediction,
+            "speculation": request.speculation,
             "spans": request.include_accepted,
             "tenant": "" if self.options.share_prefixes else owner,
             "cache_salt": request.cache_salt,
@@ -606,6 +607,6 @@ def _as_answers(name: str) -> Iterator[None]:
 
 
 _PARAM = re.compile(
-    rf"({'|'.join(SAMPLING_NAMES)}|seed|stop|logprobs|prediction|chat_template_kwargs"
+    rf"({'|'.join(SAMPLING_NAMES)}|seed|stop|logprobs|prediction|speculation|chat_template_kwargs"
     r"|thinking_budget)\b"
 )

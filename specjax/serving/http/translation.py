@@ -31,6 +31,7 @@ SHARED = frozenset(
         "priority",
         "repetition_penalty",
         "seed",
+        "speculation",
         "stop_token_ids",
         "structured_outputs",
         "temperature",

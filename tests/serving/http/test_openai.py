@@ -259,6 +259,23 @@ def test_a_prediction_saves_steps_and_changes_nothing(client: openai.OpenAI) -> 
     assert steps[1] <= steps[0]  # copies are used where they are the fastest
 
 
+def test_speculation_changes_steps_and_no_text(client: openai.OpenAI) -> None:
+    def ask(speculation: Any) -> openai.types.Completion:
+        return client.completions.create(
+            **GREEDY, prompt=PROMPT, max_tokens=24, extra_body={"speculation": speculation}
+        )
+
+    drafted, off, short = ask("auto"), ask("off"), ask(1)
+    assert drafted.choices[0].text == off.choices[0].text == short.choices[0].text
+    counts = off.model_extra["metrics"]["speculative_decoding"]
+    assert counts["num_draft_tokens"] == 0
+    with pytest.raises(openai.BadRequestError, match="give auto, off, a largest depth") as caught:
+        ask("chain:99")
+    assert caught.value.param == "speculation"
+    with pytest.raises(openai.BadRequestError, match="speculation=true"):
+        ask(True)
+
+
 def test_how_drafts_fared_is_said_as_vllm_says_it(client: openai.OpenAI) -> None:
     completion = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40)
     metrics = completion.model_extra["metrics"]["speculative_decoding"]
