@@ -1,5 +1,6 @@
 """Command line: train, continue, save and evaluate."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from benchmarks.tools_model.evaluation import (
 )
 from benchmarks.tools_model.teaching import Stage, train
 from specjax import text
+from specjax.files import write_text
+from specjax.models import generation_config
 from specjax.models.transformer import Target
 from specjax.progress import show_waits
 
@@ -51,9 +54,15 @@ class ToolsModelConfig:
 
 
 def save(target: Target, directory: Path) -> None:
-    """Write a checkpoint with tokenizer and chat template, which ``specjax serve`` reads."""
+    """Write a checkpoint with tokenizer and chat template, which ``specjax serve`` reads.
+
+    Programs that state no temperature get the likeliest tokens.
+    """
     target.save_pretrained(directory, dtype=jnp.float32)
     make_tokenizer().save_pretrained(directory)
+    path = directory / generation_config.FILE
+    greedy = {"do_sample": True, "temperature": 1.0, "top_k": 1}
+    write_text(path, json.dumps(json.loads(path.read_text()) | greedy, indent=2) + "\n")
 
 
 def main(config: ToolsModelConfig) -> None:

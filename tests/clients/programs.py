@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,16 @@ class Program:
             first = next((line for line in lines if "error" in line.lower()), lines[-1])
             raise UnavailableError(f"{Path(command[0]).name} installs nothing: {first}")
 
-    def run(self, address: str, model: str, home: Path) -> dict[str, Any]:
+    def run(
+        self, address: str, model: str, home: Path, conversation: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Hold the session with the server at an address, and return what the program reports.
 
         Args:
             address: the address of the server, without a path.
             model: the name of the model.
             home: an empty folder, which is the program's home and its working directory.
+            conversation: the conversation to hold; None for the one in conversation.json.
 
         Raises:
             AssertionError: the program fails.
@@ -90,6 +94,8 @@ class Program:
         sessions = self.environment / "sessions"
         shutil.rmtree(sessions, ignore_errors=True)
         shutil.copytree(SESSIONS, sessions)
+        if conversation is not None:
+            (sessions / "conversation.json").write_text(json.dumps(conversation))
         if not self.session.endswith(".py"):
             interpreter = "node"
         elif self.pip:

@@ -6,19 +6,20 @@ from typing import Any
 import pytest
 
 from tests.clients import programs
-from tests.clients.expectations import NOTES, fault_of
+from tests.clients.expectations import NOTES, Counts, counts_of, fault_of
 from tests.clients.programs import Program, UnavailableError
 from tests.clients.scripted import THOUGHT
+from tests.clients.written import TURNS, written_for
 
 ANSWERS = [" ".join(parts) for parts in NOTES.answers]
-RUNS = [{"name": name} for name in NOTES.names]
+RUNS = [{"tool": "read_note", "arguments": {"name": name}} for name in NOTES.names]
 
 
 @pytest.mark.parametrize(
     ("runs", "answers", "fault"),
     [
         (RUNS, ANSWERS, ""),
-        (RUNS[:1], ANSWERS, "the tool ran with [{'name': 'alpha'}]"),
+        (RUNS[:1], ANSWERS, "the tool ran with [{'tool': 'read_note'"),
         ([*RUNS, RUNS[0]], ANSWERS, "the tool ran with"),
         (RUNS, ANSWERS[:3], "the answers are"),
         (RUNS, ["", *ANSWERS[1:]], "the answers are"),
@@ -30,12 +31,52 @@ def test_a_conversation_that_went_wrong_is_a_fault(runs: Any, answers: Any, faul
     conversation = {"runs": runs, "answers": answers}
     assert fault in fault_of("chat", conversation)
     assert bool(fault) == bool(fault_of("chat", conversation))
-    is_wrong = bool(fault) and not (len(answers) == len(ANSWERS) and all(answers) and runs == RUNS)
-    assert is_wrong == bool(fault_of("chat", conversation, is_model=True))
 
 
 def test_an_error_is_a_fault() -> None:
     assert fault_of("chat", {"error": "no server"}) == "chat: no server"
+
+
+CONVERSATION: dict[str, Any] = {
+    "calls": [{"request": turn, "result": "", **run} for turn, run in enumerate(RUNS)],
+    "answers": ["The ferry.", "The shop.", "Both.", "Goodbye."],
+}
+
+
+@pytest.mark.parametrize(
+    ("runs", "answers", "counts"),
+    [
+        (RUNS, CONVERSATION["answers"], Counts(4, 4, 4, 0, 4, 4)),
+        (RUNS[:3], ["The ferry.", "Both.", "Both"], Counts(4, 3, 3, 0, 4, 1)),
+        ([RUNS[0]] * 3, [""] * 4, Counts(4, 3, 2, 0, 4, 0)),
+        ([*RUNS, *RUNS], [], Counts(4, 4, 4, 4, 4, 0)),
+        ([{"tool": "write_note", "arguments": {"name": "alpha"}}], [], Counts(4, 0, 0, 1, 4, 0)),
+    ],
+)
+def test_calls_and_texts_of_a_model_are_counted(runs: Any, answers: Any, counts: Counts) -> None:
+    assert counts_of("chat", {"runs": runs, "answers": answers}, CONVERSATION) == counts
+
+
+def test_after_an_error_no_text_of_a_model_is_right() -> None:
+    held = {"runs": RUNS[:2], "error": "no server"}
+    assert counts_of("chat", held, CONVERSATION) == Counts(4, 2, 2, 0, 4, 0)
+    assert counts_of("people, chat", held, CONVERSATION) == Counts(objects=2)
+
+
+def test_objects_of_a_model_are_counted() -> None:
+    held = {"runs": [], "answers": ["Ada, 36", "Bob, 8"]}
+    assert counts_of("people", held, CONVERSATION) == Counts(objects=2, right_objects=1)
+
+
+def test_a_model_holds_conversations_of_the_kind_that_it_is_trained_on() -> None:
+    for program in programs.PROGRAMS:
+        conversation = written_for(program.name)
+        assert len(conversation["answers"]) == len(conversation["requests"]) == TURNS
+        declared = {tool["name"]: tool["parameters"] for tool in conversation["tools"]}
+        for call in conversation["calls"]:
+            assert conversation["answers"][call["request"]] == call["result"]
+            if declared:
+                assert {*call["arguments"]} <= {*declared[call["tool"]]["properties"]}
 
 
 def test_a_program_that_cannot_be_had_is_unavailable(tmp_path: Path, monkeypatch: Any) -> None:

@@ -3,8 +3,9 @@
 Without `MODEL` an engine that follows rules answers them; with it, a model does.
 """
 
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 
 from tests.clients import recording
-from tests.clients.expectations import fault_of
+from tests.clients.expectations import Counts, counts_of, fault_of
 from tests.clients.programs import PROGRAMS, Program, UnavailableError
 from tests.clients.scripted import ScriptedEngine
+from tests.clients.written import written_for
 from tests.serving.http.made_up import running
 from tests.serving.http.process import serving
 
 MODEL = os.environ.get("MODEL", "")
+SHARE = 0.8
+"""The share of calls for which a model must choose the right tool."""
 RECORDS = bool(os.environ.get("RECORD"))
 
 pytestmark = pytest.mark.clients
@@ -66,15 +70,31 @@ def test_a_program_holds_a_conversation_with_tools(
     record_property("versions", f"{program.versions}, answered by {answering}")
     if server.recorder:
         server.recorder.requests.clear()
-    report = program.run(server.address, "tiny", tmp_path)
+    conversation = written_for(program.name) if MODEL else None
+    report = program.run(server.address, "tiny", tmp_path, conversation)
     assert report
-    faults = [
-        fault
-        for title, conversation in report.items()
-        if (fault := fault_of(title, conversation, is_model=bool(MODEL)))
-    ]
+    if conversation is not None:
+        _check_model(report, conversation, record_property)
+        return
+    faults = [fault for title, held in report.items() if (fault := fault_of(title, held))]
     count = f"{len(report) - len(faults)} of {len(report)} conversations"
     record_property("conversations", f"{count}: {'; '.join(report)}")
     assert not faults, "\n".join(faults)
     if RECORDS and server.recorder:
         recording.write_bodies(program.name, program.versions, server.recorder.requests)
+
+
+def _check_model(
+    report: Mapping[str, Any],
+    conversation: Mapping[str, Any],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Check that no conversation ended with an error, and that most tools are the right ones."""
+    counts = {title: counts_of(title, held, conversation) for title, held in report.items()}
+    total = sum(counts.values(), Counts())
+    record_property("counts", total.line())
+    for title, count in counts.items():
+        print(f"{title}: {count.line()}")
+    faults = [f"{title}: {held['error']}" for title, held in report.items() if "error" in held]
+    assert not faults, "\n".join(faults)
+    assert total.tools >= SHARE * total.calls, json.dumps(report, indent=1)

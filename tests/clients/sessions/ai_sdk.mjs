@@ -1,8 +1,8 @@
 // Hold the conversation with the AI SDK, whose own loop runs the tool.
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, Output, stepCountIs, streamText, tool } from "ai";
+import { generateText, jsonSchema, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
-import { address, description, hold, model, people, readNote, requests, system } from "./common.mjs";
+import { address, declared, description, hold, model, people, requests, run, system } from "./common.mjs";
 
 const provider = createOpenAICompatible({
   name: "specjax",
@@ -10,13 +10,18 @@ const provider = createOpenAICompatible({
   includeUsage: true,
   supportsStructuredOutputs: true,
 });
-const tools = {
-  read_note: tool({
-    description,
-    inputSchema: z.object({ name: z.string().describe("The name of the note.") }),
-    execute: readNote,
-  }),
-};
+const readNote = tool({
+  description,
+  inputSchema: z.object({ name: z.string().describe("The name of the note.") }),
+  execute: (args) => run("read_note", args),
+});
+const tools = Object.fromEntries(
+  declared.map(({ name, description, parameters }) => [
+    name,
+    tool({ description, inputSchema: jsonSchema(parameters), execute: (args) => run(name, args) }),
+  ]),
+);
+if (!declared.length) tools.read_note = readNote;
 
 async function chat(ask) {
   const messages = [];

@@ -5,14 +5,15 @@ from typing import Any
 from anthropic import Anthropic, beta_tool
 from common import (
     ADDRESS,
-    DESCRIPTION,
+    DECLARED,
+    FUNCTIONS,
     MODEL,
-    PARAMETERS,
     PEOPLE,
     REQUESTS,
     SYSTEM,
     hold,
     read_note,
+    run,
 )
 from pydantic import BaseModel
 
@@ -22,21 +23,28 @@ FIELDS: Any = {"model": MODEL, "max_tokens": 512, "system": SYSTEM}
 
 def by_hand(is_streamed: bool) -> list[str]:
     """Return the answers of a loop that runs the tools."""
-    tool: Any = {"name": "read_note", "description": DESCRIPTION, "input_schema": PARAMETERS}
+    tools: Any = [
+        {
+            "name": function["name"],
+            "description": function["description"],
+            "input_schema": function["parameters"],
+        }
+        for function in FUNCTIONS
+    ]
     messages: list[Any] = []
     answers = []
     for request in REQUESTS:
         messages.append({"role": "user", "content": request})
         while True:
             count = CLIENT.messages.count_tokens(
-                model=MODEL, system=SYSTEM, messages=messages, tools=[tool]
+                model=MODEL, system=SYSTEM, messages=messages, tools=tools
             )
             assert count.input_tokens > 0
             if is_streamed:
-                with CLIENT.messages.stream(messages=messages, tools=[tool], **FIELDS) as stream:
+                with CLIENT.messages.stream(messages=messages, tools=tools, **FIELDS) as stream:
                     message = stream.get_final_message()
             else:
-                message = CLIENT.messages.create(messages=messages, tools=[tool], **FIELDS)
+                message = CLIENT.messages.create(messages=messages, tools=tools, **FIELDS)
             messages.append({"role": "assistant", "content": message.content})
             if message.stop_reason != "tool_use":
                 break
@@ -44,7 +52,7 @@ def by_hand(is_streamed: bool) -> list[str]:
                 {
                     "type": "tool_result",
                     "tool_use_id": block.id,
-                    "content": read_note(**block.input),
+                    "content": run(block.name, block.input),
                 }
                 for block in message.content
                 if block.type == "tool_use"
@@ -56,17 +64,31 @@ def by_hand(is_streamed: bool) -> list[str]:
 
 def by_runner(is_streamed: bool) -> list[str]:
     """Return the answers of the client's own loop."""
-    tool = beta_tool(read_note)
+    tools = [declared(function) for function in DECLARED] or [beta_tool(read_note)]
     messages: list[Any] = []
     answers = []
     for request in REQUESTS:
         messages.append({"role": "user", "content": request})
         fields = FIELDS | {"stream": True} if is_streamed else FIELDS
-        runner = CLIENT.beta.messages.tool_runner(messages=messages, tools=[tool], **fields)
+        runner = CLIENT.beta.messages.tool_runner(messages=messages, tools=tools, **fields)
         message = runner.until_done()
         messages.append({"role": "assistant", "content": message.content})
         answers.append(text_of(message))
     return answers
+
+
+def declared(function: dict[str, Any]) -> Any:
+    """Return a tool of the conversation's declaration."""
+
+    def runs(**arguments: Any) -> str:
+        return run(function["name"], arguments)
+
+    return beta_tool(
+        runs,
+        name=function["name"],
+        description=function["description"],
+        input_schema=function["parameters"],
+    )
 
 
 class Person(BaseModel):

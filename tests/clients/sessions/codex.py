@@ -34,7 +34,7 @@ def _turn(request: str, is_first: bool, folder: Path) -> list[dict[str, Any]]:
     return [event["item"] for event in events if event["type"] == "item.completed"]
 
 
-def conversation() -> tuple[list[dict[str, str]], list[str]]:
+def conversation() -> tuple[list[dict[str, Any]], list[str]]:
     """Return the names of the files that Codex has read, and the last message of each turn."""
     folder = Path("folder")
     folder.mkdir()
@@ -48,10 +48,13 @@ def conversation() -> tuple[list[dict[str, str]], list[str]]:
         for item in items:
             if item["type"] == "command_execution":
                 command = re.search(r"-lc '?cat (\w+)\.txt'?$", item["command"])
-                name = command[1] if command else item["command"]
-                assert item["aggregated_output"] == NOTES.get(name), item
-                runs.append({"name": name})
-        answers.append([item["text"] for item in items if item["type"] == "agent_message"][-1])
+                if command and command[1] in NOTES:
+                    assert item["aggregated_output"] == NOTES[command[1]], item
+                    runs.append({"tool": "read_note", "arguments": {"name": command[1]}})
+                else:
+                    runs.append({"tool": "exec_command", "arguments": {"cmd": item["command"]}})
+        texts = [item["text"] for item in items if item["type"] == "agent_message"]
+        answers.append(texts[-1] if texts else "")
     return runs, answers
 
 

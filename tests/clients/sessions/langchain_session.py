@@ -2,13 +2,28 @@
 
 from typing import Any
 
-from common import ADDRESS, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note
+from common import ADDRESS, DECLARED, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note, run
 from langchain_core.messages import HumanMessage, SystemMessage
-from langchain_core.tools import tool
+from langchain_core.tools import StructuredTool, tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-TOOL = tool(read_note)
+
+def declared(function: dict[str, Any]) -> Any:
+    """Return a tool of the conversation's declaration."""
+
+    def runs(**arguments: Any) -> str:
+        return run(function["name"], arguments)
+
+    return StructuredTool.from_function(
+        runs,
+        name=function["name"],
+        description=function["description"],
+        args_schema=function["parameters"],
+    )
+
+
+TOOLS = {it.name: it for it in [declared(function) for function in DECLARED] or [tool(read_note)]}
 
 
 def conversation(is_streamed: bool, **options: Any) -> list[str]:
@@ -16,7 +31,7 @@ def conversation(is_streamed: bool, **options: Any) -> list[str]:
     chat = ChatOpenAI(
         model=MODEL, base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0, **options
     )
-    bound = chat.bind_tools([TOOL])
+    bound = chat.bind_tools([*TOOLS.values()])
     messages: list[Any] = [SystemMessage(SYSTEM)]
     answers = []
     for request in REQUESTS:
@@ -31,7 +46,7 @@ def conversation(is_streamed: bool, **options: Any) -> list[str]:
             messages.append(message)
             if not message.tool_calls:
                 break
-            messages += [TOOL.invoke(call) for call in message.tool_calls]
+            messages += [TOOLS[call["name"]].invoke(call) for call in message.tool_calls]
         answers.append(message.text)
     return answers
 

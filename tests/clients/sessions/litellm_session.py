@@ -4,23 +4,10 @@ import json
 from typing import Any
 
 import litellm
-from common import (
-    ADDRESS,
-    DESCRIPTION,
-    MODEL,
-    PARAMETERS,
-    PEOPLE,
-    REQUESTS,
-    SYSTEM,
-    hold,
-    read_note,
-)
+from common import ADDRESS, FUNCTIONS, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, run
 from pydantic import BaseModel
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "read_note", "description": DESCRIPTION, "parameters": PARAMETERS},
-}
+TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 
 
 def conversation(provider: str, base: str, is_streamed: bool) -> list[str]:
@@ -35,7 +22,7 @@ def conversation(provider: str, base: str, is_streamed: bool) -> list[str]:
                 api_base=base,
                 api_key="none",
                 messages=messages,
-                tools=[TOOL],
+                tools=TOOLS,
                 stream=is_streamed,
                 num_retries=0,
             )
@@ -46,7 +33,7 @@ def conversation(provider: str, base: str, is_streamed: bool) -> list[str]:
             if not message.tool_calls:
                 break
             for call in message.tool_calls:
-                result = read_note(**json.loads(call.function.arguments))
+                result = run(call.function.name, json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         answers.append(message.content)
     return answers

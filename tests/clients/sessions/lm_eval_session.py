@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from common import ADDRESS, MODEL, hold
+from common import ADDRESS, MODEL, hold, say
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
@@ -27,7 +27,7 @@ metadata: {version: 1.0}
 def ask(concurrent: int) -> list[str]:
     """Return the answers to the questions, some of which are asked at a time."""
     folder = Path.cwd()
-    rows = [{"request": f'Say "{word}".', "word": word} for word in WORDS]
+    rows = [{"request": say(word), "word": word} for word in WORDS]
     (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "words.yaml").write_text(TASK.replace("FOLDER", str(folder)))
     evaluation = simple_evaluate(

@@ -1,9 +1,12 @@
 """Hold the conversation with agents of openai-agents, by chat completions and by responses."""
 
 import asyncio
+import json
+from typing import Any
 
 from agents import (
     Agent,
+    FunctionTool,
     Model,
     ModelSettings,
     OpenAIChatCompletionsModel,
@@ -12,7 +15,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from common import ADDRESS, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note
+from common import ADDRESS, DECLARED, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note, run
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -21,8 +24,24 @@ def client() -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
 
 
+def declared(function: dict[str, Any]) -> FunctionTool:
+    """Return a tool of the conversation's declaration."""
+
+    async def runs(_: Any, arguments: str) -> str:
+        return run(function["name"], json.loads(arguments))
+
+    return FunctionTool(
+        name=function["name"],
+        description=function["description"],
+        params_json_schema=function["parameters"],
+        on_invoke_tool=runs,
+        strict_json_schema=False,
+    )
+
+
 async def _conversation(model: Model, is_streamed: bool) -> list[str]:
-    agent = Agent(name="Reader", instructions=SYSTEM, model=model, tools=[function_tool(read_note)])
+    tools = [declared(function) for function in DECLARED] or [function_tool(read_note)]
+    agent = Agent(name="Reader", instructions=SYSTEM, model=model, tools=[*tools])
     items, answers = [], []
     for request in REQUESTS:
         items.append({"role": "user", "content": request})

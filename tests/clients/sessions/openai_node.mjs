@@ -1,19 +1,19 @@
 // Hold the conversation with OpenAI's client for node: its own loop of tools, and by responses.
 import OpenAI from "openai";
-import { address, description, hold, model, parameters, people, readNote, requests, system } from "./common.mjs";
+import { address, functions, hold, model, people, requests, run, system } from "./common.mjs";
 
 const client = new OpenAI({ baseURL: `${address}/v1`, apiKey: "none", maxRetries: 0 });
-const tool = {
+const tools = functions.map((declared) => ({
   type: "function",
-  function: { name: "read_note", description, parameters, function: readNote, parse: JSON.parse },
-};
+  function: { ...declared, function: (args) => run(declared.name, args), parse: JSON.parse },
+}));
 
 async function chat(isStreamed) {
   let messages = [{ role: "system", content: system }];
   const answers = [];
   for (const request of requests) {
     messages.push({ role: "user", content: request });
-    const runner = client.chat.completions.runTools({ model, messages, tools: [tool], stream: isStreamed });
+    const runner = client.chat.completions.runTools({ model, messages, tools, stream: isStreamed });
     answers.push(await runner.finalContent());
     messages = [...runner.messages];
   }
@@ -23,7 +23,7 @@ async function chat(isStreamed) {
 async function responses(isStreamed) {
   const input = [];
   const answers = [];
-  const tools = [{ type: "function", name: "read_note", description, parameters, strict: false }];
+  const tools = functions.map((declared) => ({ type: "function", ...declared, strict: false }));
   for (const request of requests) {
     input.push({ role: "user", content: request });
     for (;;) {
@@ -38,7 +38,7 @@ async function responses(isStreamed) {
         break;
       }
       for (const call of calls) {
-        const output = readNote(JSON.parse(call.arguments));
+        const output = run(call.name, JSON.parse(call.arguments));
         input.push({ type: "function_call_output", call_id: call.call_id, output });
       }
     }

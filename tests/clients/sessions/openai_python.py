@@ -3,17 +3,7 @@
 import json
 from typing import Any
 
-from common import (
-    ADDRESS,
-    DESCRIPTION,
-    MODEL,
-    PARAMETERS,
-    PEOPLE,
-    REQUESTS,
-    SYSTEM,
-    hold,
-    read_note,
-)
+from common import ADDRESS, FUNCTIONS, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, run
 from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
@@ -26,14 +16,14 @@ class Person(BaseModel):
 
 
 CLIENT = OpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
-FUNCTION = {"name": "read_note", "description": DESCRIPTION, "parameters": PARAMETERS}
 
 
 def chat(is_streamed: bool) -> list[str]:
     """Return the answers by chat completions."""
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     answers = []
-    fields: Any = {"model": MODEL, "tools": [{"type": "function", "function": FUNCTION}]}
+    tools = [{"type": "function", "function": function} for function in FUNCTIONS]
+    fields: Any = {"model": MODEL, "tools": tools}
     for request in REQUESTS:
         messages.append({"role": "user", "content": request})
         while True:
@@ -47,7 +37,7 @@ def chat(is_streamed: bool) -> list[str]:
             if not message.tool_calls:
                 break
             for call in message.tool_calls:
-                result = read_note(**json.loads(call.function.arguments))
+                result = run(call.function.name, json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         answers.append(message.content)
     return answers
@@ -98,7 +88,7 @@ def responses(is_streamed: bool, is_stored: bool) -> list[str]:
     items: list[Any] = []
     answers, previous = [], None
     fields: Any = {"model": MODEL, "instructions": SYSTEM, "store": is_stored}
-    fields["tools"] = [{"type": "function", "strict": False, **FUNCTION}]
+    fields["tools"] = [{"type": "function", "strict": False, **function} for function in FUNCTIONS]
     for request in REQUESTS:
         items.append({"role": "user", "content": request})
         while True:
@@ -119,7 +109,7 @@ def responses(is_streamed: bool, is_stored: bool) -> list[str]:
             if not calls:
                 break
             for call in calls:
-                result = read_note(**json.loads(call.arguments))
+                result = run(call.name, json.loads(call.arguments))
                 output = {"type": "function_call_output", "call_id": call.call_id}
                 items.append(output | {"output": result})
         answers.append(response.output_text)

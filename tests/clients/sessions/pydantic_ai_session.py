@@ -4,18 +4,28 @@ import asyncio
 from typing import Any
 
 from anthropic import AsyncAnthropic
-from common import ADDRESS, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note
+from common import ADDRESS, DECLARED, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note, run
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai import Agent, NativeOutput, PromptedOutput, Tool, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 
+def declared(function: dict[str, Any]) -> Any:
+    """Return a tool of the conversation's declaration."""
+
+    def runs(**arguments: Any) -> str:
+        return run(function["name"], arguments)
+
+    return Tool.from_schema(runs, function["name"], function["description"], function["parameters"])
+
+
 async def _conversation(model: Any, is_streamed: bool) -> list[str]:
-    agent = Agent(model, instructions=SYSTEM, tools=[read_note])
+    tools = [declared(function) for function in DECLARED] or [read_note]
+    agent = Agent(model, instructions=SYSTEM, tools=tools)
     history: Any = []
     answers = []
     for request in REQUESTS:
