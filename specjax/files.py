@@ -104,7 +104,7 @@ def replacing(directory: Path, needs: int = 0) -> Iterator[Path]:
         >>> Path("reports/today/report.txt").read_text()
         'all is well'
     """
-    with naming_full_disk(directory, needs), _parents_of(directory) as created:
+    with naming_full_disk(directory, needs), creating_parents(directory) as created:
         _check_room(directory, needs)
         scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
         with _on_the_way(scratch, created):
@@ -132,7 +132,7 @@ def writing(path: Path, needs: int = 0) -> Iterator[Path]:
     Raises:
         FullDiskError: there is not enough free space, before or during the write.
     """
-    with naming_full_disk(path, needs), _parents_of(path) as created:
+    with naming_full_disk(path, needs), creating_parents(path) as created:
         _check_room(path, needs)
         # The suffix stays at the end, because matplotlib reads the format from it.
         scratch = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
@@ -165,8 +165,11 @@ def _on_the_way(scratch: Path, created: Sequence[Path]) -> Iterator[None]:
 
 
 @contextmanager
-def _parents_of(path: Path) -> Iterator[Sequence[Path]]:
-    """Create the parent directories of ``path``; remove the new ones if the block fails."""
+def creating_parents(path: Path) -> Iterator[Sequence[Path]]:
+    """Create the parent directories of ``path``; remove the new ones if the block fails.
+
+    The created directories are yielded, the inner ones first.
+    """
     created = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,9 @@ from specjax.errors import check_minimum
 from specjax.training.methods import AnyMethod, Lm
 from specjax.training.unusable import MAX_UNUSABLE, check_share
 
+Packing = Literal["windows", "documents"]
+"""How documents become windows, see `specjax.training.packing`."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -39,6 +42,11 @@ class DataConfig:
         cache: a directory for the tokenized data, which several runs and hosts may share. The data
             are then read from there as memory maps, and tokenized once. Empty: they are held in
             memory.
+        workers: the number of processes that tokenize. Each takes about 300 MB. The windows do not
+            depend on it.
+        packing: how documents become windows. ``windows``: they are concatenated, and windows are
+            cut from the result wherever they end. ``documents``: each window has whole documents,
+            as many as fit, and its rest is empty.
 
     Examples:
         >>> from specjax.training.config import DataConfig
@@ -57,6 +65,8 @@ class DataConfig:
     holdout: float = 0.02
     max_unusable: float = MAX_UNUSABLE
     cache: str = ""
+    workers: int = 1
+    packing: Packing = "windows"
 
 
 @dataclass(frozen=True)
@@ -181,7 +191,7 @@ class TrainConfig:
                 f"accumulate={self.accumulate}: must divide data.batch={self.data.batch}"
             )
         check_minimum(2, self.data, ["window"], "data.", ConfigError)
-        check_minimum(1, self.data, ["batch"], "data.", ConfigError)
+        check_minimum(1, self.data, ["batch", "workers"], "data.", ConfigError)
         self.optimizer.check()
         if not 0 < self.data.holdout < 1:
             raise ConfigError(f"data.holdout={self.data.holdout}: must be between 0 and 1")

@@ -1,52 +1,48 @@
-"""The conversion of documents to packed windows of tokens, in an order that the seed fixes.
+"""The conversion of a source to packed windows of tokens, in an order that the seed fixes.
 
 The order can be resumed at any batch.
 """
 
+import itertools
 import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 import tokenizers
 
 from specjax.config import ConfigError
-from specjax.files import replacing
-from specjax.progress import say
-from specjax.templates import (
-    have_same_effect,
-    read_settings,
-    settings_of,
-    shown_settings,
-    with_template,
-)
+from specjax.files import creating_parents, replacing
+from specjax.progress import say, waiting
 from specjax.training import chat, fingerprint
+from specjax.training.cache_lock import only_one
 from specjax.training.config import DataConfig
 from specjax.training.contract import Windows
 from specjax.training.documents import (
+    Record,
     check_one_kind,
-    find_origin,
     hash_of,
     hash_of_source,
     iterate_documents,
-    read_documents,
+    parse_documents,
+    read_records,
 )
+from specjax.training.packing import PACKERS, Packer, WindowsInMemory, WindowsSink
 from specjax.training.records import Document
-from specjax.training.stored_windows import WindowsWriter, check_windows, read_windows
-from specjax.training.tokenizer import begin_token, encode_texts, read_tokenizer, train_tokenizer
-from specjax.training.unusable import RecordTally, UnusableRecordError
-from specjax.training.written import WrittenTokens
-
-HeldOutBy = Literal["content", "name"]
-"""The rule that decides which documents are held out.
-
-"content": a hash of the content, so that equal documents are on one side, wherever their files are.
-"name": a hash of the name of the file and the place in it, as in runs of older versions.
-"""
+from specjax.training.sequences import (
+    HeldOutBy,
+    Reader,
+    TokensOfDocuments,
+    is_held_out,
+    make_reader,
+)
+from specjax.training.stored_windows import SIDES, Manifest, WindowsFiles
+from specjax.training.tokenizing import Conversion, tokenize
+from specjax.training.unusable import RecordTally
 
 
 def split_documents(
@@ -65,15 +61,9 @@ def split_documents(
 
     sides: tuple[list[Document], list[Document]] = [], []
     for document in documents:
-        sides[_is_held_out(document, holdout, held_out_by)].append(document)
+        sides[is_held_out(document, holdout, held_out_by)].append(document)
     _check_sides(len(sides[0]), len(sides[1]), holdout)
     return sides
-
-
-def _is_held_out(document: Document, holdout: float, held_out_by: HeldOutBy) -> bool:
-    if held_out_by == "name":
-        return zlib.crc32(document.name.encode(errors="replace")) / 2**32 < holdout
-    return int(hash_of(find_origin(document))[:8], 16) / 2**32 < holdout
 
 
 def _check_sides(train: int, held_out: int, holdout: float) -> None:
@@ -82,63 +72,6 @@ def _check_sides(train: int, held_out: int, holdout: float) -> None:
             f"data.holdout={holdout}: it leaves {train} documents to train on and {held_out} held"
             " out; change it, or give more documents"
         )
-
-
-def pack(
-    documents: Sequence[Sequence[int] | np.ndarray],
-    window: int,
-    masks: Sequence[np.ndarray] | None = None,
-    begin: int | None = None,
-) -> Windows:
-    """Concatenate documents and cut windows of ``window + 1`` tokens; neighbors share one token.
-
-    The first token of a document does not follow from the document before it, so it does not count
-    as a label, unless it is ``begin``: then it says that the document before it has ended.
-
-    Args:
-        documents: the token ids of each document.
-        window: the number of labels of a window.
-        masks: for each document, ``[tokens]`` bool which of its tokens count as labels; None if all
-            count.
-        begin: the token that begins each document, and so separates them; None without one.
-
-    Returns:
-        ``tokens [W, window+1]`` int32; ``segments [W, window+1]`` int32 index of each token's
-        document; and ``loss_mask [W, window]`` bool which labels count. Windows without a label
-        that counts are left out.
-
-    Raises:
-        ConfigError: The documents are too short for a window, or no label counts.
-    """
-    tokens = np.concatenate([np.asarray(d, np.int32) for d in documents])
-    counts = np.ones(len(tokens), bool) if masks is None else np.concatenate(masks)
-    segments = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d) for d in documents])
-    is_first = np.append(False, segments[1:] != segments[:-1])
-    counts &= ~is_first if begin is None else ~is_first | (tokens == begin)
-    windows = max((len(tokens) - 1) // window, 0)
-    index = np.arange(windows)[:, None] * window + np.arange(window + 1)[None]
-    packed = {
-        "tokens": tokens[index],
-        "segments": segments[index],
-        "loss_mask": counts[index[:, 1:]],
-    }
-    useful = packed["loss_mask"].any(axis=1)
-    check_windows(windows, int(useful.sum()), len(tokens), window)
-    return {name: array[useful] for name, array in packed.items()}
-
-
-def count_labels(packed: Windows, vocab: int) -> np.ndarray:
-    """Count how often each token is a label that counts, ``[vocab]``."""
-    counts = np.zeros(vocab, np.int64)
-    for begin in range(0, len(packed["tokens"]), _ROWS):  # the windows may be memory maps
-        rows = slice(begin, begin + _ROWS)
-        labels = packed["tokens"][rows, 1:][packed["loss_mask"][rows]]
-        counts += np.bincount(labels, minlength=vocab)
-    return counts
-
-
-_ROWS = 4096
-"""The number of windows that are read at once."""
 
 
 class PackedWindows(grain.sources.RandomAccessDataSource):
@@ -184,12 +117,21 @@ class TrainingData(NamedTuple):
         held_out: the windows to evaluate on.
         chat_tokenizer: the tokenizer of transformers, with the chat template of the conversations
             and its variables; None if the data are texts.
+        label_counts: how often each token is a label that counts in the windows to train on, up to
+            the last token that is one.
+        digest: the hash of all windows, `fingerprint.of_windows`.
     """
 
     tokenizer: tokenizers.Tokenizer
     windows: Windows
     held_out: Windows
-    chat_tokenizer: Any = None
+    chat_tokenizer: Any
+    label_counts: np.ndarray
+    digest: str
+
+    def count_labels(self, vocab: int) -> np.ndarray:
+        """Return `label_counts` for all tokens of a vocabulary, ``[vocab]``."""
+        return np.pad(self.label_counts, (0, max(vocab - len(self.label_counts), 0)))
 
 
 def prepare(
@@ -221,302 +163,183 @@ def prepare(
             allows.
     """
     tally = tally or RecordTally(config.source, limit=config.max_unusable)
-    if config.cache:
-        return _prepare_stored(config, end, vocab, held_out_by, tally)
-    documents = read_documents(config.source, tally=tally)
-    has_chats = check_one_kind(documents, f"data.source={config.source!r}")
-    sides = split_documents(documents, config.holdout, held_out_by)
-    reader = _chat_reader(config, tally) if has_chats else _text_reader(config, sides[0], end)
-    tokens = _TokensOfDocuments.of(reader)
-    tokens.add(documents)
-    tokens.report(reader, config)
-    encoded = [
-        _Sequencer(reader, vocab or reader.vocab, config, tally).sequences(side) for side in sides
-    ]
-    tally.check()
-    if has_chats:
-        chat.check_marks(reader.chat_tokenizer, [*encoded[0], *encoded[1]])
-    train, held_out = (
-        pack([ids for ids, _ in side], config.window, [mask for _, mask in side], reader.begin)
-        for side in encoded
-    )
-    tally.report()
-    return TrainingData(reader.tokenizer, train, held_out, reader.chat_tokenizer)
-
-
-_STORED_VERSION = 1
-"""The version of the stored windows. A change of how a source becomes windows must increase it."""
-
-_SIDES = ("train", "held_out")
-
-
-def _prepare_stored(
-    config: DataConfig,
-    end: int | None,
-    vocab: int | None,
-    held_out_by: HeldOutBy,
-    tally: RecordTally,
-) -> TrainingData:
-    """Return the same as `prepare` without a cache, from files that are written if necessary."""
-    if not config.tokenizer:
+    if config.cache and not config.tokenizer:
         raise ConfigError(
             f"data.cache={config.cache!r}: a tokenizer that is trained on the source cannot be"
             " cached; name one with data.tokenizer, or leave data.cache out"
         )
+    if config.workers > 1 and not config.tokenizer:
+        raise ConfigError(
+            f"data.workers={config.workers}: a tokenizer that is trained on the source exists in"
+            " one process; name one with data.tokenizer, or leave data.workers out"
+        )
+    has_chats, records = _first_kind(config)
+    texts: Sequence[str] = ()
+    if not config.tokenizer and not has_chats:
+        texts = _texts_to_train_on(config, held_out_by)
+    reader = make_reader(config, has_chats, end, texts)
+    conversion = Conversion(config, has_chats, end, vocab or reader.vocab, held_out_by)
+    if config.cache:
+        return _prepare_stored(conversion, reader, records, tally)
+    sinks = [WindowsInMemory() for _ in SIDES]
+    packers, tokens = _pack(conversion, reader, records, tally, sinks)
+    tally.report()
+    tokens.report(reader, config)
+    _report_room(
+        config,
+        sum(packer.windows for packer in packers),
+        sum(packer.packed_tokens for packer in packers),
+    )
+    windows, held_out = (sink.take() for sink in sinks)
+    digest = fingerprint.of_windows(windows, held_out)
+    counts = packers[0].label_counts
+    return TrainingData(reader.tokenizer, windows, held_out, reader.chat_tokenizer, counts, digest)
+
+
+def _first_kind(config: DataConfig) -> tuple[bool, Iterator[Record]]:
+    """Return whether the first document is a conversation, and all records."""
+    records = read_records(config.source, "data.source")
+    read: list[Record] = []
+    for record in records:
+        read.append(record)
+        document = next(parse_documents([record], RecordTally(config.source, limit=1)), None)
+        if document is not None:
+            return document.messages is not None, itertools.chain(read, records)
+    return False, iter(read)
+
+
+def _texts_to_train_on(config: DataConfig, held_out_by: HeldOutBy) -> list[str]:
+    """Return the texts that a tokenizer is trained on: those that are not held out."""
     uncounted = RecordTally(config.source, limit=1)
-    first = next(iterate_documents(config.source, "data.source", uncounted), None)
-    has_chats = first is not None and first.messages is not None
-    reader = _chat_reader(config, tally) if has_chats else _text_reader(config, [], end)
-    size = vocab or reader.vocab
-    parts = [
-        *(_STORED_VERSION, hash_of_source(config.source), reader.tokenizer_hash, end, size),
-        *(config.responses_only, config.window, config.holdout, held_out_by),
-    ]
-    folder = Path(config.cache) / hash_of(json.dumps(parts))
-    manifest = folder / "manifest.json"
-    if not manifest.is_file():
-        with replacing(folder) as scratch:
-            stored = _store(scratch, config, reader, size, held_out_by, tally)
-            (scratch / manifest.name).write_text(json.dumps(stored, indent=2) + "\n")
-    stored = json.loads(manifest.read_text())
-    tally.restore(stored["records"])
+    documents = list(iterate_documents(config.source, "data.source", uncounted))
+    check_one_kind(documents, f"data.source={config.source!r}")
+    train, _ = split_documents(documents, config.holdout, held_out_by)
+    return [document.text or "" for document in train]
+
+
+def _pack(
+    conversion: Conversion,
+    reader: Reader,
+    records: Iterable[Record],
+    tally: RecordTally,
+    sinks: Sequence[WindowsSink],
+) -> tuple[list[Packer], TokensOfDocuments]:
+    """Pack the windows of both sides of a source, and return the packers and the counts.
+
+    Args:
+        conversion: the conversion of records to tokens.
+        reader: its reader.
+        records: the records of the source.
+        tally: counts the records.
+        sinks: take the windows of the two sides.
+    """
+    config = conversion.config
+    source = f"data.source={config.source!r}"
+    packer = PACKERS[config.packing]
+    packers = [packer(sink, config.window, reader.begin) for sink in sinks]
+    tokens, sizes, kinds = TokensOfDocuments(reader.tokenizer_hash), [0, 0], ()
+    with waiting(f"tokenizing {config.source}") as wait:
+        for chunk in tokenize(conversion, reader, records, config.workers):
+            kinds = (*kinds, *chunk.kinds)[:2]
+            check_one_kind([*kinds, *chunk.kinds], source)
+            tally.merge(chunk.records)
+            tokens.merge(chunk.tokens)
+            for side, sequences in enumerate(chunk.sides):
+                sizes[side] += chunk.documents[side]
+                for sequence in sequences:
+                    packers[side].add(sequence)
+            count = sum(packer.tokens for packer in packers)
+            wait.update(what=f"tokenizing {config.source}, {count:,} tokens")
+        tally.check()
+        _check_sides(sizes[0], sizes[1], config.holdout)
+        if reader.chat_tokenizer is not None and not any(packer.has_labels for packer in packers):
+            chat.check_marks(reader.chat_tokenizer, [([], np.zeros(0, bool))])
+        for packer in packers:
+            packer.close()
+    return packers, tokens
+
+
+def _report_room(config: DataConfig, windows: int, packed_tokens: int) -> None:
+    """Print how full the windows are, if they need not be full."""
+    if config.packing != "windows":
+        share = packed_tokens / (windows * (config.window + 1))
+        say(
+            f"data.packing={config.packing}: {windows:,} windows with {packed_tokens:,} tokens;"
+            f" {1 - share:.1%} of their places are empty"
+        )
+
+
+_STORED_VERSION = 2
+"""The version of the stored windows. A change of how a source becomes windows must increase it."""
+
+
+def _prepare_stored(
+    conversion: Conversion, reader: Reader, records: Iterable[Record], tally: RecordTally
+) -> TrainingData:
+    """Return the same as `prepare` without a cache, from files that are written if necessary."""
+    config = conversion.config
+    with waiting(f"reading {config.source}"):
+        parts = [
+            *(_STORED_VERSION, hash_of_source(config.source), reader.tokenizer_hash),
+            *(conversion.end, conversion.vocab, config.responses_only, config.packing),
+            *(config.window, config.holdout, conversion.held_out_by),
+        ]
+        folder = Path(config.cache) / hash_of(json.dumps(parts))
+        manifest = Manifest.read(folder)
+    if manifest is None:
+        manifest = _store(folder, conversion, reader, records, tally)
+    tally.restore(manifest.records)
     tally.check()
     tally.report()
-    _TokensOfDocuments(**stored["tokens"]).report(reader, config)
-    train, held_out = (
-        read_windows(folder, side, stored["windows"][side], config.window) for side in _SIDES
+    TokensOfDocuments(**manifest.tokens).report(reader, config)
+    _report_room(config, sum(manifest.windows.values()), manifest.packed_tokens)
+    windows, held_out = manifest.sides(folder)
+    return TrainingData(
+        reader.tokenizer,
+        windows,
+        held_out,
+        reader.chat_tokenizer,
+        np.asarray(manifest.label_counts, np.int64),
+        manifest.digest,
     )
-    return TrainingData(reader.tokenizer, train, held_out, reader.chat_tokenizer)
 
 
 def _store(
     folder: Path,
-    config: DataConfig,
-    reader: "_Reader",
-    vocab: int,
-    held_out_by: HeldOutBy,
+    conversion: Conversion,
+    reader: Reader,
+    records: Iterable[Record],
     tally: RecordTally,
-) -> dict[str, Any]:
-    """Write the windows of a source into a folder, and return the manifest."""
-    writers = [WindowsWriter(folder, side, config.window, reader.begin) for side in _SIDES]
-    sequencers = [_Sequencer(reader, vocab, config, tally) for _ in _SIDES]
-    tokens, sizes = _TokensOfDocuments.of(reader), [0, 0]
-    first: Document | None = None
-    documents = iterate_documents(config.source, "data.source", tally)
-    for chunk in _chunks(documents):
-        first = first or chunk[0]
-        check_one_kind([first, *chunk], f"data.source={config.source!r}")
-        tokens.add(chunk)
-        sides: tuple[list[Document], list[Document]] = [], []
-        for document in chunk:
-            sides[_is_held_out(document, config.holdout, held_out_by)].append(document)
-        for index, side in enumerate(sides):
-            sizes[index] += len(side)
-            for ids, mask in sequencers[index].sequences(side):
-                writers[index].add(ids, mask)
-    tally.check()
-    _check_sides(sizes[0], sizes[1], config.holdout)
-    if reader.chat_tokenizer is not None and not any(writer.has_labels for writer in writers):
-        chat.check_marks(reader.chat_tokenizer, [([], np.zeros(0, bool))])
-    windows = {side: writer.close() for side, writer in zip(_SIDES, writers, strict=True)}
-    return {"windows": windows, "records": tally.record(), "tokens": asdict(tokens)}
-
-
-_CHUNK_DOCUMENTS, _CHUNK_CHARACTERS = 1024, 2**22
-
-
-def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield the documents in lists that need a bounded memory."""
-    chunk: list[Document] = []
-    characters = 0
-    for document in documents:
-        chunk.append(document)
-        characters += len(document.text or "") + sum(
-            len(message["content"]) for message in document.messages or ()
-        )
-        if len(chunk) == _CHUNK_DOCUMENTS or characters >= _CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """The tokenization of the documents of a run.
-
-    Attributes:
-        tokenizer: the tokenizer.
-        tokenizer_hash: the fingerprint of the tokenizer; None if the run trains the tokenizer.
-        vocab: the vocabulary size of the tokenizer.
-        begin: the token that begins each document; None without one.
-        encode: tokenizes documents; None for those that are left out.
-        chat_tokenizer: the tokenizer of transformers with the chat template; None for texts.
-    """
-
-    tokenizer: tokenizers.Tokenizer
-    tokenizer_hash: str | None
-    vocab: int
-    begin: int | None
-    encode: Callable[[Sequence[Document]], Sequence[chat.Encoded | None]]
-    chat_tokenizer: Any = None
-
-
-def _text_reader(config: DataConfig, train: Sequence[Document], end: int | None) -> _Reader:
-    tokenizer_hash = None
-    if config.tokenizer:
-        loaded = read_tokenizer(config.tokenizer)
-        tokenizer_hash = fingerprint.of_tokenizer(loaded, chats=False)
-        tokenizer = loaded.backend_tokenizer
-        end = end if loaded.eos_token_id is None else loaded.eos_token_id
-    else:
-        tokenizer = train_tokenizer([document.text or "" for document in train], config.vocab_size)
-
-    def encode(documents: Sequence[Document]) -> list[chat.Encoded]:
-        encoded = encode_texts(tokenizer, [document.text or "" for document in documents], end)
-        return [(ids, np.ones(len(ids), bool)) for ids in encoded]
-
-    vocab = tokenizer.get_vocab_size()
-    return _Reader(tokenizer, tokenizer_hash, vocab, begin_token(tokenizer), encode)
-
-
-def _chat_reader(config: DataConfig, tally: RecordTally) -> _Reader:
-    if not config.tokenizer:
+) -> Manifest:
+    """Write the windows of a source into a folder, unless another process does so."""
+    config = conversion.config
+    lock = folder.with_name(f"{folder.name}.lock")
+    with (
+        creating_parents(lock),
+        only_one(lock, lambda: Manifest.read(folder) is not None, "tokenizing") as is_mine,
+    ):
+        if is_mine:
+            # Those of processes that were killed: nobody else writes while this one has the lock.
+            for left_over in folder.parent.glob(f".{folder.name}-*"):
+                shutil.rmtree(left_over, ignore_errors=True)
+            with replacing(folder) as scratch:
+                sinks = [WindowsFiles(scratch, side) for side in SIDES]
+                packers, tokens = _pack(conversion, reader, records, tally, sinks)
+                for sink in sinks:
+                    sink.close()
+                Manifest(
+                    window=config.window,
+                    windows={
+                        side: packer.windows for side, packer in zip(SIDES, packers, strict=True)
+                    },
+                    packed_tokens=sum(packer.packed_tokens for packer in packers),
+                    label_counts=packers[0].label_counts.tolist(),
+                    records=tally.record(),
+                    tokens=asdict(tokens),
+                ).write(scratch)
+    manifest = Manifest.read(folder)
+    if manifest is None:
         raise ConfigError(
-            "data.tokenizer='': conversations need a tokenizer with a chat template; name its"
-            " directory"
+            f"data.cache={config.cache!r}: {folder} was changed while it was written; start again"
         )
-    tokenizer = with_template(
-        read_tokenizer(config.tokenizer),
-        config.chat_template,
-        config.chat_template_kwargs,
-        section="data.",
-    )
-
-    def encode(documents: Sequence[Document]) -> list[chat.Encoded | None]:
-        return chat.encode_documents(tokenizer, documents, config.responses_only, tally)
-
-    tokenizer_hash = fingerprint.of_tokenizer(tokenizer)
-    begin = tokenizer.bos_token_id
-    backend = tokenizer.backend_tokenizer
-    return _Reader(backend, tokenizer_hash, len(tokenizer), begin, encode, tokenizer)
-
-
-class _Sequencer:
-    """The token sequences of documents, of one side, in order and piece by piece."""
-
-    def __init__(self, reader: _Reader, vocab: int, config: DataConfig, tally: RecordTally) -> None:
-        self._reader, self._vocab, self._config, self._tally = reader, vocab, config, tally
-        self._follows_generated = False
-
-    def sequences(self, documents: Sequence[Document]) -> list[chat.Encoded]:
-        """Return the token sequences of documents in order, each with a mask of its labels.
-
-        They are the generated tokens of a document if it has tokens of this tokenizer. Otherwise
-        the reader tokenizes the document.
-        """
-        tokenizer_hash = self._reader.tokenizer_hash
-        to_encode = [d for d in documents if _tokens_of(tokenizer_hash, d) is None]
-        encoded = iter(self._reader.encode(to_encode))
-        sequences: list[chat.Encoded] = []
-        for document in documents:
-            generated = _tokens_of(tokenizer_hash, document)
-            if generated is not None:
-                try:
-                    generated.check_vocabulary(self._vocab)
-                except UnusableRecordError as error:
-                    self._tally.leave_out(error)
-                    continue
-                sequences += generated.sequences(self._config.responses_only)
-            else:
-                tokens = next(encoded)
-                if tokens is None:
-                    continue
-                ids, mask = tokens
-                # Generated tokens have their own end token, or were cut at the token limit. So a
-                # begin token that follows them does not mean that they have ended.
-                if self._follows_generated:
-                    mask[:1] = False
-                sequences.append((ids, mask))
-            self._follows_generated = generated is not None
-        return sequences
-
-
-def _tokens_of(tokenizer_hash: str | None, document: Document) -> WrittenTokens | None:
-    """Return the generated tokens of a document if they are of this tokenizer, else None."""
-    if document.written is not None and document.written.tokenizer == tokenizer_hash:
-        return document.written
-    return None
-
-
-@dataclass
-class _TokensOfDocuments:
-    """The counts of documents by where their tokens come from.
-
-    Attributes:
-        tokenizer_hash: the fingerprint of the run's tokenizer.
-        documents: the number of documents.
-        recorded: how many of them have generated tokens.
-        used: how many have tokens of this tokenizer.
-        reasoning: how many of those to tokenize have reasoning.
-        variables: how many have each of the recorded variables of a chat template.
-    """
-
-    tokenizer_hash: str | None
-    documents: int = 0
-    recorded: int = 0
-    used: int = 0
-    reasoning: int = 0
-    variables: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, reader: _Reader) -> "_TokensOfDocuments":
-        """Return the counts of no documents."""
-        return cls(reader.tokenizer_hash)
-
-    def add(self, documents: Sequence[Document]) -> None:
-        """Count documents."""
-        for document in documents:
-            self.documents += 1
-            is_used = _tokens_of(self.tokenizer_hash, document) is not None
-            self.used += is_used
-            if not is_used and any(m.get("thinking") for m in document.messages or ()):
-                self.reasoning += 1
-            if document.written is None:
-                continue
-            self.recorded += 1
-            if (settings := document.written.chat_template_kwargs) is not None:
-                shown = shown_settings(settings)
-                self.variables[shown] = self.variables.get(shown, 0) + 1
-
-    def report(self, reader: _Reader, config: DataConfig) -> None:
-        """Print where the tokens come from."""
-        source = f"data.source={config.source!r}"
-        if self.used:
-            say(
-                f"{source}: {self.used} of {self.documents} documents are read in the tokens they"
-                " were written in"
-            )
-        if self.used < self.recorded:
-            say(
-                f"{source}: {self.recorded - self.used} of {self.documents} documents have tokens"
-                " of another tokenizer or chat template than this run's: their text is tokenised"
-            )
-        if reader.chat_tokenizer is not None:
-            self._warn_of_variables(reader.chat_tokenizer, source)
-            chat.report_reasoning(reader.chat_tokenizer, self.reasoning, self.documents, source)
-
-    def _warn_of_variables(self, tokenizer: Any, source: str) -> None:
-        """Warn of answers that were generated with other variables of the chat template."""
-        used = settings_of(tokenizer)
-        listed = " and ".join(
-            f"{count} conversations with chat_template_kwargs={shown}"
-            for shown, count in self.variables.items()
-            if not have_same_effect(tokenizer, read_settings(shown), used)
-        )
-        if listed:
-            say(
-                f"{source}: a target answered {listed}, and this run has"
-                f" data.chat_template_kwargs={shown_settings(used)}; give the same variables",
-                unasked=True,
-            )
+    return manifest

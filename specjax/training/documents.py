@@ -31,6 +31,12 @@ _STDLIB_SKIPPED = {
 They are tests, which some distributions of Python lack, installed packages, and generated tables.
 """
 
+Record = tuple[str, str, Any]
+"""The place of a record, the name of its document, and the record.
+
+The record is a JSON value, the text of a file without records, or an `UnusableRecordError`.
+"""
+
 _RECORD_FILES = {".jsonl", ".json", ".parquet"}
 _NO_TEXT = {".gz", ".zst", ".zip", ".bz2", ".xz", ".safetensors", ".bin", ".arrow"}
 _NO_DATA = ("readme", "dataset_infos.json")
@@ -132,7 +138,17 @@ def iterate_documents(source: str, argument: str, tally: RecordTally) -> Iterato
         argument: the name of the argument, for messages.
         tally: counts the records and those that are left out.
     """
-    for where, name, record in _records(source, argument):
+    return parse_documents(read_records(source, argument), tally)
+
+
+def parse_documents(records: Iterable[Record], tally: RecordTally) -> Iterator[Document]:
+    """Yield the documents of records one by one, without those that cannot be used.
+
+    Args:
+        records: some of the records of `read_records`.
+        tally: counts the records and those that are left out.
+    """
+    for where, name, record in records:
         tally.total += 1
         try:
             if isinstance(record, UnusableRecordError):
@@ -214,18 +230,21 @@ def hash_of(content: str) -> str:
 
 # --- the records of files and of the hub ----------------------------------------------------------
 
-_Record = tuple[str, str, Any]
-"""The place of a record, the name of its document, and the record.
-
-The record is a JSON value, a `_FileText` or an `UnusableRecordError`.
-"""
-
 
 class _FileText(str):
     """The text of a file that has no records."""
 
 
-def _records(source: str, argument: str) -> Iterator[_Record]:
+def read_records(source: str, argument: str) -> Iterator[Record]:
+    """Yield the records of `read_documents` one by one.
+
+    Args:
+        source: as for `read_documents`.
+        argument: the name of the argument, for messages.
+
+    Raises:
+        ConfigError: The source has no files, or one that cannot be read.
+    """
     if source.startswith("hf:"):
         yield from _of_hub(source, argument)
         return
@@ -246,7 +265,7 @@ def _records(source: str, argument: str) -> Iterator[_Record]:
             yield name, name, _FileText(text)
 
 
-def _of_lines(file: Path, name: str) -> Iterator[_Record]:
+def _of_lines(file: Path, name: str) -> Iterator[Record]:
     r"""Yield the records of JSON lines. Lines end only at "\n"; U+2028 belongs to the text."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -264,7 +283,7 @@ def _of_lines(file: Path, name: str) -> Iterator[_Record]:
                 yield where, where, UnusableRecordError(where, f"not JSON ({error})")
 
 
-def _of_array(file: Path, name: str) -> Iterator[_Record]:
+def _of_array(file: Path, name: str) -> Iterator[Record]:
     """Yield the records of one JSON array, with the lines at which they begin.
 
     Raises:
@@ -324,7 +343,7 @@ def _parquet(file: Path) -> Iterable[Any]:
         ) from None
 
 
-def _of_table(records: Iterable[Any], name: str, first: int) -> Iterator[_Record]:
+def _of_table(records: Iterable[Any], name: str, first: int) -> Iterator[Record]:
     for index, record in enumerate(records, first):
         where = f"{name}:{index}"
         yield where, where, _without_nulls(record)
@@ -340,7 +359,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _of_hub(source: str, argument: str) -> Iterator[_Record]:
+def _of_hub(source: str, argument: str) -> Iterator[Record]:
     name = source.removeprefix("hf:").partition(":")[0]
     yield from _of_table(_hub_table(source, argument), name, first=0)
 

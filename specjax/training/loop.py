@@ -215,22 +215,19 @@ def _prepare(config: TrainConfig) -> _Run:
     end = None if target is None else next(iter(target.config.eos_token_ids), None)
     held_out_by = run_directory.held_out_rule(output)
     tally = RecordTally(data_config.source, limit=data_config.max_unusable)
-    with waiting(f"reading {data_config.source}"):
-        tokenizer, packed, held_out, chat_tokenizer = data.prepare(
-            data_config,
-            end,
-            None if target is None else target.config.vocab_size,
-            held_out_by,
-            tally,
-        )
-    digest = fingerprint.of_windows(packed, held_out)
+    prepared = data.prepare(
+        data_config,
+        end,
+        None if target is None else target.config.vocab_size,
+        held_out_by,
+        tally,
+    )
+    tokenizer, packed, held_out, chat_tokenizer, _, digest = prepared
     fingerprint.check_agreement(f"data.source={data_config.source!r}", digest)
     if target is not None:
         _check_target(config, target, tokenizer)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
-    inputs = StudentInputs(
-        tokenizer, data.count_labels(packed, vocab), target, mesh, config.init_from
-    )
+    inputs = StudentInputs(tokenizer, prepared.count_labels(vocab), target, mesh, config.init_from)
     # In float32, also if the target is in bfloat16: bfloat16 would round small updates away.
     student = cast(method.init(make_key(config.seed), inputs), jnp.float32)
     if config.init_from:

@@ -21,6 +21,9 @@ _PLACES = 5
 _REASONS = 10
 """The number of reasons that a message has."""
 
+_ENOUGH = 1000
+"""The number of records after which the share of those that are left out is worth a warning."""
+
 
 def check_share(name: str, share: float) -> None:
     """Raise ConfigError unless a share of the records is from 0 to 1."""
@@ -39,6 +42,9 @@ class UnusableRecordError(ConfigError):
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
         self.where, self.reason = where, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.where, self.reason)
 
 
 class RecordTally:
@@ -80,6 +86,7 @@ class RecordTally:
         self.total = 0
         self.unusable: list[UnusableRecordError] = []
         self.ignored: Counter[str] = Counter()
+        self._has_warned = False
 
     def leave_out(self, error: UnusableRecordError) -> None:
         """Add a record that is left out.
@@ -121,15 +128,35 @@ class RecordTally:
         return {"total": self.total, "unusable": unusable, "ignored": dict(self.ignored)}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Take the counts of an earlier tally of the same source.
+        """Take the counts of an earlier tally of the same source, instead of its own.
 
         Raises:
             ConfigError: A record is left out, and the limit is 0.
         """
-        self.total, self.ignored = record["total"], Counter(record["ignored"])
-        self.unusable = []
+        self.total, self.unusable, self.ignored = 0, [], Counter()
+        self.merge(record)
+
+    def merge(self, record: Mapping[str, Any]) -> None:
+        """Add the counts of the `record` of a tally of more records.
+
+        A line is printed as soon as more records are left out than the limit will allow, unless
+        later records are better: the source may be large.
+
+        Raises:
+            ConfigError: A record is left out, and the limit is 0.
+        """
+        self.total += record["total"]
+        self.ignored.update(record["ignored"])
         for where, reason in record["unusable"]:
             self.leave_out(UnusableRecordError(where, reason))
+        exceeds = len(self.unusable) > self._limit * self.total
+        if exceeds and self.total >= _ENOUGH and not self._has_warned:
+            self._has_warned = True
+            say(
+                f"{self._source}: {self._counted()} so far cannot be used, more than"
+                f" {self._option}={self._limit:g} allows. {self._reasons()}. If this goes on, the"
+                " run will end after the last record"
+            )
 
     def write(self, file: Path) -> None:
         """Write a line for each record that is left out; without any, remove the file."""

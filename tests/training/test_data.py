@@ -12,6 +12,7 @@ from specjax.training import data, documents
 from specjax.training.config import DataConfig
 from specjax.training.documents import Document
 from tests.conftest import ASSETS
+from tests.training.packing import pack
 
 
 def test_the_standard_library_is_found_without_tests_and_tables() -> None:
@@ -56,7 +57,7 @@ def test_equal_documents_are_on_one_side_wherever_they_are() -> None:
 
 def test_packing_loses_and_repeats_nothing() -> None:
     texts = [[0, 5, 6], [0, 7], [0, 8, 9, 10, 11], [0, 1]]
-    packed = data.pack(texts, window=3, begin=0)
+    packed = pack(texts, window=3, begin=0)
     flat = [token for text in texts for token in text]
     owner = [i for i, text in enumerate(texts) for _ in text]
     for i, (tokens, segments) in enumerate(zip(packed["tokens"], packed["segments"], strict=True)):
@@ -68,7 +69,7 @@ def test_packing_loses_and_repeats_nothing() -> None:
 
 
 def test_batches_are_fixed_by_the_seed_and_resume_anywhere() -> None:
-    packed = data.pack([list(range(101))], window=4)
+    packed = pack([list(range(101))], window=4)
 
     def take(iterator, count: int) -> np.ndarray:
         return np.stack([next(iterator)["tokens"] for _ in range(count)])
@@ -89,7 +90,7 @@ def test_bad_sources_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"data\.source="):
         documents.find_files(str(tmp_path / "*.txt"))
     with pytest.raises(ConfigError, match=r"data\.window=64"):
-        data.pack([[1, 2, 3]], 64)
+        pack([[1, 2, 3]], 64)
     (tmp_path / "a.txt").write_text("abc")
     with pytest.raises(ConfigError, match=r"data\.holdout"):
         data.prepare(DataConfig(source=str(tmp_path)))

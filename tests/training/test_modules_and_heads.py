@@ -8,12 +8,13 @@ import pytest
 from specjax.config import ConfigError
 from specjax.drafters import MTP, Medusa
 from specjax.models.transformer import Target
-from specjax.training import data, losses
+from specjax.training import losses
 from specjax.training.contract import StudentInputs
 from specjax.training.methods import Lm, LmMTP, MedusaTraining, MTPTraining
 from specjax.training.objectives.unrolling import unroll
 from specjax.training.objectives.windows import forward
 from specjax.training.tokenizer import train_tokenizer
+from tests.training.packing import pack
 from tests.training.sizes import SIZES
 from tests.training.test_drafter_methods import BATCH, COUNTED, TARGET, log_softmax, strong
 from tests.training.test_methods import batch_of
@@ -103,7 +104,7 @@ def test_no_prediction_is_held_against_the_next_document(method) -> None:
     objective = jax.jit(method.objective)
 
     def loss(begin: int | None, first_token: int) -> float:
-        batch = data.pack([[1, 2, 3, 4, 9, 3, 1], [first_token, 6]], window=7, begin=begin)
+        batch = pack([[1, 2, 3, 4, 9, 3, 1], [first_token, 6]], window=7, begin=begin)
         return float(objective(student, batch, TARGET)[0])
 
     assert loss(None, 5) == loss(None, 8)

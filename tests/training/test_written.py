@@ -11,7 +11,7 @@ import pytest
 from specjax import text
 from specjax.config import ConfigError
 from specjax.templates import with_template
-from specjax.training import chat, data, documents, fingerprint
+from specjax.training import chat, data, documents, fingerprint, sequences
 from specjax.training.config import DataConfig
 from specjax.training.tokenizer import read_tokenizer
 from specjax.training.written import TOKENIZER, WrittenTokens, parse
@@ -43,7 +43,7 @@ def notes(monkeypatch) -> list[str]:
     def note(line: str, unasked: bool = False) -> None:
         lines.append(line)
 
-    monkeypatch.setattr(data, "say", note)
+    monkeypatch.setattr(sequences, "say", note)
     monkeypatch.setattr(documents, "say", note)
     return lines
 
@@ -124,9 +124,9 @@ def test_texts_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, notes)
     source = write(tmp_path / "own.jsonl", records)
     for responses_only in (True, False):
         settings = replace(config(source), responses_only=responses_only)
-        _, packed, held_out, _ = data.prepare(settings)
+        _, packed, held_out, *_ = data.prepare(settings)
         write(source, without_tokens(records))
-        _, expected, expected_held_out, _ = data.prepare(settings)
+        _, expected, expected_held_out, *_ = data.prepare(settings)
         write(source, records)
         for ours, theirs in ((packed, expected), (held_out, expected_held_out)):
             assert ours["tokens"].tolist() == theirs["tokens"].tolist()
