@@ -33,10 +33,18 @@ if TYPE_CHECKING:
         PromptLookup,
         SnapKV,
         Streaming,
+        Together,
         TokenRecycling,
     )
     from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
-    from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, complete_tree
+    from specjax.drafts.shapes import (
+        Chain,
+        DynamicTree,
+        SampledTree,
+        StaticTree,
+        UnionTree,
+        complete_tree,
+    )
     from specjax.evaluation import conformance
     from specjax.grammars import (
         After,
@@ -93,7 +101,9 @@ __all__ = [
     "Target",
     "TextGenerator",
     "ThinkingBudget",
+    "Together",
     "TokenRecycling",
+    "UnionTree",
     "complete_tree",
     "conformance",
     "generate",
@@ -126,10 +136,13 @@ _HOMES = {
         "PromptLookup",
         "SnapKV",
         "Streaming",
+        "Together",
         "TokenRecycling",
     ),
     "specjax.drafts.published": ("EAGLE_TREE", "MEDUSA_TREE"),
-    "specjax.drafts.shapes": ("Chain", "DynamicTree", "SampledTree", "StaticTree", "complete_tree"),
+    "specjax.drafts.shapes": (
+        *("Chain", "DynamicTree", "SampledTree", "StaticTree", "UnionTree", "complete_tree"),
+    ),
     "specjax.grammars": (
         *("After", "Choice", "JsonObject", "JsonSchema", "Lark", "Regex", "StructuralTag"),
         "ThinkingBudget",

@@ -58,6 +58,8 @@ def _show(key: str, value: Any) -> str:
         return value.__qualname__
     if _is_array(value):
         return _show_array(value)
+    if isinstance(value, tuple) and value and all(isinstance(item, OneLine) for item in value):
+        return f"({', '.join(map(repr, value))}{',' if len(value) == 1 else ''})"
     arrays = [] if isinstance(value, OneLine) else _arrays_in(value)
     if not arrays:
         return " ".join(repr(value).split())

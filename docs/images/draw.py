@@ -227,6 +227,18 @@ def draft_tree() -> "Figure":
     return _tree().draw(_pair()[2])
 
 
+def union_tree() -> "Figure":
+    """Draw the union of a draft model's tree and of the tokens that prompt lookup copies."""
+    target, draft, tokenizer = _pair()
+    parts = (
+        specjax.DraftModel(draft, draft=specjax.DynamicTree(top_k=3, depth=3, nodes=8)),
+        specjax.PromptLookup(draft=5),
+    )
+    prompt = "self.visited.append(node)\n        for child in node.children:\n            self."
+    shot = take_snapshot(target, specjax.Together(parts), encode(tokenizer, prompt), steps=4)
+    return shot.draw(tokenizer)
+
+
 @cache
 def _masked_tree() -> dict[str, Any]:
     """Return a masked step with a dynamic tree, in the middle of a JSON object."""
@@ -357,6 +369,7 @@ PICTURES: dict[str, Callable[[], "Figure"]] = {
     "client_server_cut": client_server_cut,
     "how_it_works": how_it_works,
     "draft_tree": draft_tree,
+    "union_tree": union_tree,
     "masked_tree": masked_tree,
     "long_context": long_context,
 }

@@ -236,6 +236,14 @@ def run_generate(config: GenerateConfig) -> None:
         + (f", acceptance rate {total.acceptance_rate:.2f}" if total.drafted else ""),
         file=sys.stderr,
     )
+    names = () if generator.drafter is None else generator.drafter.part_names
+    counts = zip(names, total.accepted_by, total.accepted_only_by, strict=True)
+    for name, accepted, only in counts:
+        print(
+            f"{name} drafted {accepted} of the {total.accepted} accepted tokens, {only} of them"
+            " alone",
+            file=sys.stderr,
+        )
 
 
 def read_options(

@@ -266,8 +266,9 @@ def _score(
 
     A draft may have fewer tokens than its shape has room for. On a CPU a chain of the drafter's
     full size is therefore scored with the smallest width of ``drafter.node_counts`` that holds the
-    longest draft of the rows that are not done; one branch is compiled for each width. Trees, and
-    drafts on other devices, where a few more nodes cost nothing, are scored with all nodes.
+    longest draft of the rows that are not done; one branch is compiled for each width. So is a
+    packed tree (`Draft.is_packed`), on every device. Other trees, and chains on other devices,
+    where a few more nodes cost nothing, are scored with all nodes.
 
     The cache is only read here. Writing it inside the conditional would make XLA copy it.
     """
@@ -320,9 +321,8 @@ def _score(
             likely=likely,
         )
 
-    may_be_shorter = (
-        draft.is_chain and drafter.draft_shape.nodes == full and sharding.is_on_cpu(target.mesh)
-    )
+    may_be_cut = draft.is_packed or (draft.is_chain and sharding.is_on_cpu(target.mesh))
+    may_be_shorter = may_be_cut and drafter.draft_shape.nodes == full
     widths = drafter.node_counts if may_be_shorter else (full,)
     if len(widths) == 1:
         return score_first_nodes(*widths)

@@ -12,7 +12,7 @@ import numpy as np
 from specjax.adjustments import Adjustments
 from specjax.arguments import is_whole, one_or_each
 from specjax.decoding.verification import RULES
-from specjax.drafts.shapes import DraftShape, DynamicTree, StaticTree
+from specjax.drafts.shapes import DraftShape, DynamicTree, StaticTree, UnionTree
 from specjax.drafts.speculation import Speculation, Stated
 from specjax.errors import InputError
 from specjax.grammars import CompiledGrammar, Grammar, Matcher, ThinkingBudget
@@ -453,7 +453,7 @@ def default_rule(draft: DraftShape) -> Rule:
         >>> default_rule(specjax.DynamicTree()), default_rule(specjax.Chain(4))
         ('coupled', 'independent')
     """
-    return "coupled" if isinstance(draft, StaticTree | DynamicTree) else "independent"
+    return "coupled" if isinstance(draft, StaticTree | DynamicTree | UnionTree) else "independent"
 
 
 @dataclass(frozen=True)

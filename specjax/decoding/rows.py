@@ -201,7 +201,11 @@ def empty(
         sampling=GREEDY.rows_of_any_kind(rows),
         cache=cache,
         drafter=drafter_state,
-        stats=Stats.zeros(rows, drafter.draft_shape.depth if depth is None else depth),
+        stats=Stats.zeros(
+            rows,
+            drafter.draft_shape.depth if depth is None else depth,
+            parts=len(drafter.part_names),
+        ),
         accepted=jnp.zeros((rows, capacity), bool),
         failed=jnp.zeros(rows, bool),
         min_lengths=jnp.zeros(rows, jnp.int32),

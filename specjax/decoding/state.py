@@ -149,7 +149,11 @@ def prefill(
         sampling=sampling,
         cache=cache,
         drafter=drafter_state,
-        stats=Stats.zeros(batch, drafter.draft_shape.depth if depth is None else depth),
+        stats=Stats.zeros(
+            batch,
+            drafter.draft_shape.depth if depth is None else depth,
+            parts=len(drafter.part_names),
+        ),
         accepted=jnp.zeros((batch, capacity), bool),
         failed=jnp.zeros(batch, bool),
         min_lengths=min_lengths,

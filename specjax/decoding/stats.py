@@ -25,6 +25,11 @@ class Stats:
         accepted_at: ``[B, D]`` steps that emitted a drafted token of each depth.
         histogram: ``[B, D+2]`` steps by their number of emitted tokens, from 0 to D+1: the
             histogram of the acceptance length.
+        drafted_by: ``[B, P]`` drafted tokens that each of P parts offered, if the drafter has parts
+            (`specjax.drafters.Together`). Tokens that several offered count for each. P is 0
+            without parts.
+        accepted_by: ``[B, P]`` drafted tokens among them that were emitted.
+        accepted_only_by: ``[B, P]`` emitted tokens that this part offered, and no other part.
 
     Examples:
         >>> plain.stats.steps.tolist(), plain.stats.drafted.tolist()
@@ -40,15 +45,29 @@ class Stats:
     drafted_at: jax.Array
     accepted_at: jax.Array
     histogram: jax.Array
+    drafted_by: jax.Array
+    accepted_by: jax.Array
+    accepted_only_by: jax.Array
 
     @classmethod
-    def zeros(cls, batch: int, depth: int) -> "Stats":
-        """Return the statistics before the first step."""
+    def zeros(cls, batch: int, depth: int, parts: int = 0) -> "Stats":
+        """Return the statistics before the first step.
+
+        Args:
+            batch: the number of rows.
+            depth: the depth of the deepest draft.
+            parts: the number of parts of the drafter.
+        """
 
         def count(*shape: int) -> jax.Array:
             return jnp.zeros((batch, *shape), jnp.int32)
 
-        return cls(count(), count(), count(), count(), count(depth), count(depth), count(depth + 2))
+        return cls(
+            **{name: count() for name in ("steps", "drafted", "accepted", "scored")},
+            **{name: count(depth) for name in ("drafted_at", "accepted_at")},
+            histogram=count(depth + 2),
+            **{name: count(parts) for name in ("drafted_by", "accepted_by", "accepted_only_by")},
+        )
 
     @property
     def depth(self) -> int:
@@ -58,6 +77,7 @@ class Stats:
     def add(self, info: "StepInfo") -> "Stats":
         """Return these statistics with one more step."""
         depth = self.depth
+        by_part = {name: getattr(self, name) + new for name, new in _counts_by_part(info).items()}
         return Stats(
             steps=self.steps + info.active,
             drafted=self.drafted + info.drafted,
@@ -67,7 +87,24 @@ class Stats:
             accepted_at=self.accepted_at + (jnp.arange(depth)[None] < info.accepted[:, None]),
             histogram=self.histogram
             + info.active[:, None] * (jnp.arange(depth + 2)[None] == info.emitted[:, None]),
+            **by_part,
         )
+
+
+def _counts_by_part(info: "StepInfo") -> dict[str, jax.Array | int]:
+    """Return what a step adds to the counters of each part, ``[B, P]`` by name."""
+    names = "drafted_by", "accepted_by", "accepted_only_by"
+    offered = info.draft.offered_by
+    if offered is None:  # no part drafted in this step
+        return dict.fromkeys(names, 0)
+    is_accepted = jnp.arange(info.path.shape[1] - 1) < info.accepted[:, None]
+    accepted = jnp.take_along_axis(offered, info.path[:, 1:, None], axis=1) & is_accepted[..., None]
+    only = accepted & (jnp.sum(accepted, axis=-1, keepdims=True) == 1)
+    counts = (offered & info.active[:, None, None], accepted, only)
+    return {
+        name: jnp.sum(count, axis=1, dtype=jnp.int32)
+        for name, count in zip(names, counts, strict=True)
+    }
 
 
 @struct.dataclass

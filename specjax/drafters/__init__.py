@@ -18,6 +18,7 @@ from specjax.drafters.methods.mtp import MTP
 from specjax.drafters.methods.peagle import PEagle
 from specjax.drafters.methods.prompt_lookup import PromptLookup
 from specjax.drafters.methods.token_recycling import TokenRecycling
+from specjax.drafters.together import Together
 from specjax.drafters.trained import CheckpointFormat, TrainedDrafter
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.draft import Draft, Verdict
@@ -45,6 +46,7 @@ __all__ = [
     "Scheme",
     "SnapKV",
     "Streaming",
+    "Together",
     "TokenRecycling",
     "TrainedDrafter",
     "Verdict",

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.names import as_shape
-from specjax.drafts.shapes import DraftShape
+from specjax.drafts.shapes import DraftShape, UnionTree
 from specjax.errors import InputError
 from specjax.models.cache import Entries, Entry, KVCache, PagedCache, empty_entries
 from specjax.models.config import ModelConfig
@@ -298,6 +298,7 @@ class Drafter(OneLine, KeyedByClass, Generic[State]):
 
     draft: DraftShape | int
     grows_trees: ClassVar[bool] = False
+    _takes_unions: ClassVar[bool] = False  # whether ``draft`` may be a `UnionTree`
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Register a subclass: make each renamed method available under its old and its new name.
@@ -343,6 +344,11 @@ class Drafter(OneLine, KeyedByClass, Generic[State]):
             )
         if not isinstance(self.draft, DraftShape):
             object.__setattr__(self, "draft", as_shape(self.draft))
+        if isinstance(self.draft, UnionTree) and not self._takes_unions:
+            raise InputError(
+                f"draft={self.draft}: {type(self).__name__} is one drafter, and drafts one shape;"
+                " for several drafters use specjax.Together"
+            )
 
     @property
     def draft_shape(self) -> DraftShape:
@@ -386,6 +392,14 @@ class Drafter(OneLine, KeyedByClass, Generic[State]):
         has room for the largest.
         """
         return self.draft_shape.node_counts
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The name of each drafter whose tokens are counted separately; () if there are no parts.
+
+        See `Draft.offered_by`.
+        """
+        return ()
 
     def start(self, target: Target, batch: int, capacity: int) -> State:
         """Return the state of ``batch`` rows without committed tokens.
@@ -530,6 +544,21 @@ class Drafter(OneLine, KeyedByClass, Generic[State]):
         """
         raise NotImplementedError
 
+    def after_merge(self, before: State, proposed: State, nodes: jax.Array) -> State:
+        """Return the state for `update` if the draft was merged with those of other drafters.
+
+        The merged draft has M nodes. `update` receives it in place of the drafter's own, and the
+        accepted path may have nodes that the drafter has not drafted. The default forgets the
+        results of drafting. Override it in a drafter that can use them for its own nodes.
+
+        Args:
+            before: the state before `propose`.
+            proposed: the state from `propose`.
+            nodes: ``[B, M]``, the index of each node of the merged draft in the drafter's own
+                draft; -1 if the drafter has not drafted it. The root is 0.
+        """
+        return before
+
     def update(
         self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed
     ) -> State:
@@ -541,7 +570,7 @@ class Drafter(OneLine, KeyedByClass, Generic[State]):
         Args:
             target: the target model.
             state: the state from `propose`.
-            draft: the draft from `propose`.
+            draft: the draft from `propose`, or the one that it was merged into (`after_merge`).
             verdict: the accepted path; ``count`` is 0 in rows that have finished.
             committed: the accepted path with the root first: D + 1 tokens, ``verdict.count`` of
                 them valid.

@@ -1,16 +1,17 @@
 """Find drafters by name.
 
 A name is ``METHOD:WHERE``, ``METHOD,SETTING=NUMBER:WHERE``, or the bare directory or hub id of a
-checkpoint. `METHODS` is the one table of the methods: an entry makes a method known to the command
-line and to `specjax.load`. Other installed packages add methods as entry points of the group
-``specjax.drafters``. Any class that can be imported has the name
-``package.module:Class@DIRECTORY``. No code is ever loaded from a checkpoint.
+checkpoint. Several names joined by ``+`` are drafters that draft together. `METHODS` is the one
+table of the methods: an entry makes a method known to the command line and to `specjax.load`. Other
+installed packages add methods as entry points of the group ``specjax.drafters``. Any class that can
+be imported has the name ``package.module:Class@DIRECTORY``. No code is ever loaded from a
+checkpoint.
 """
 
 import importlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
@@ -40,9 +41,10 @@ from specjax.drafters.methods.peagle import PEagle
 from specjax.drafters.methods.prompt_lookup import PromptLookup
 from specjax.drafters.methods.token_recycling import TokenRecycling
 from specjax.drafters.shared_vocabulary import Asked, share
+from specjax.drafters.together import Together
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
-from specjax.drafts.shapes import DraftShape
+from specjax.drafts.shapes import DraftShape, UnionTree
 from specjax.errors import InputError, did_you_mean
 from specjax.models import config_json, hub
 from specjax.models.checkpoint_files import CheckpointFiles
@@ -287,8 +289,10 @@ def load_drafter(
     Args:
         name: ``METHOD:WHERE``, or the directory or hub id of a checkpoint, whose config.json shows
             its method. ``moa,tli=1:WHERE`` states what a published Mixture of Attentions does not.
-            A class outside the library is ``package.module:Class@DIRECTORY``.
-        draft: the shape of the drafts; None is the default of the method.
+            A class outside the library is ``package.module:Class@DIRECTORY``. ``NAME+NAME`` makes a
+            `Together` of several drafters (see `split_name`).
+        draft: the shape of the drafts; None is the default of the method. Several drafters need a
+            `UnionTree`, such as "chain:4+chain:8".
         target: the configuration of the target.
         dtype: the data type of the parameters, if there are any.
         mesh: the mesh of the target.
@@ -306,10 +310,15 @@ def load_drafter(
         >>> from specjax.drafters.registry import load_drafter
         >>> load_drafter("early-exit:1", draft="chain:2", target=config)
         EarlyExit(layers=1, draft=Chain(length=2, stop_below=0.0))
+        >>> print(load_drafter("early-exit:1+prompt-lookup", None, config).draft_shape)
+        union of (chain of 4; chain of 8), 13 nodes, 8 deep
         >>> load_drafter("eagle4", draft=None, target=config)
         Traceback (most recent call last):
         specjax.errors.InputError: drafter='eagle4': no method of that name, no directory and ...
     """
+    names = split_name(name)
+    if len(names) > 1:
+        return _load_together(names, name, draft, (target, dtype, mesh, tokenizer, weights))
     method, where, files = find(name)
     if tokenizer is not None and method.recognises is not None and not method.translates:
         files = hub.open_checkpoint(files or where, weights=False)
@@ -325,6 +334,44 @@ def load_drafter(
         files = hub.open_checkpoint(files or where, weights=False)
         chat_variables.compare(f"drafter={name!r}", files, tokenizer)
     return drafter
+
+
+def _load_together(
+    names: Sequence[str], name: str, draft: DraftShape | int | None, arguments: tuple[Any, ...]
+) -> Together:
+    """Load several drafters that draft together. ``arguments`` are the others of `load_drafter`."""
+    union = None if draft is None else as_shape(draft)
+    if union is None:
+        shapes = (None,) * len(names)
+    elif isinstance(union, UnionTree) and len(union.shapes) == len(names):
+        shapes = union.shapes
+    else:
+        raise InputError(
+            f"draft={draft!r}: drafter={name!r} has {len(names)} parts; give one shape for each,"
+            f" such as {'+'.join(['chain:4'] * len(names))!r}"
+        )
+    parts = (
+        load_drafter(part, shape, *arguments) for part, shape in zip(names, shapes, strict=True)
+    )
+    return Together(tuple(parts), draft=union)
+
+
+def split_name(name: str) -> list[str]:
+    """Return the names of the drafters in a name that may join several by ``+``.
+
+    A ``+`` joins if the name of a method, a class, or "embedded" follows. Otherwise it belongs to
+    the name of a directory.
+
+    Examples:
+        >>> from specjax.drafters.registry import split_name
+        >>> split_name("eagle3:runs/a+b+prompt-lookup:4")
+        ['eagle3:runs/a+b', 'prompt-lookup:4']
+    """
+    if "+" not in name or os.path.isdir(os.path.expanduser(name)):
+        return [name]
+    methods = "|".join(map(re.escape, (*METHODS, *_entry_points(), "embedded")))
+    begins = rf"(?:{methods})(?:[:,+]|$)|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+:[A-Za-z_]\w*@"
+    return re.split(rf"\+(?={begins})", name)
 
 
 def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:

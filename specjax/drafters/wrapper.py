@@ -50,6 +50,8 @@ class Wrapper(Drafter[State]):
         True
     """
 
+    _takes_unions = True  # if the wrapped drafter does
+
     # --- hooks that find the wrapped drafter and its state ---
 
     @property
@@ -78,6 +80,10 @@ class Wrapper(Drafter[State]):
     @property
     def node_counts(self) -> tuple[int, ...]:
         return self.wrapped.node_counts
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return self.wrapped.part_names
 
     @property
     def drafts_elsewhere(self) -> bool:
@@ -157,6 +163,10 @@ class Wrapper(Drafter[State]):
             target, self.own_state(state), root, sampling, keys, active, **cache
         )
         return draft, self.with_own(state, wrapped_state)
+
+    def after_merge(self, before: State, proposed: State, nodes: jax.Array) -> State:
+        own = self.wrapped.after_merge(self.own_state(before), self.own_state(proposed), nodes)
+        return self.with_own(proposed, own)
 
     def update(
         self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed

@@ -31,6 +31,10 @@ class Draft:
             shape has; None if all are valid. A node that is not valid is never accepted. Nor are
             the nodes below it, nor, if tokens were sampled, its later siblings.
         levels: the depth of the deepest node of a ``grown`` tree. It is static.
+        offered_by: ``[B, N, P]`` bool which of P drafters offered each node, in a draft that was
+            merged (`specjax.drafts.union.merge`); otherwise None. No part offers the root.
+        is_packed: whether in each row all valid nodes come before those that are not; static. Then
+            the first nodes alone are a draft, too. Chains need not state it.
 
     Examples:
         >>> from specjax.drafters import Draft
@@ -51,6 +55,8 @@ class Draft:
     q: jax.Array | None = None
     valid: jax.Array | None = None
     levels: int | None = struct.field(pytree_node=False, default=None)
+    offered_by: jax.Array | None = None
+    is_packed: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
     def of_tree(
@@ -121,12 +127,20 @@ class Draft:
         return visible if visible.ndim == 3 else visible[None]
 
     def first(self, nodes: int) -> "Draft":
-        """Return the first ``nodes`` nodes of a chain as a draft."""
-        return Draft.of_tree(
-            self.tokens[:, :nodes],
-            tree.chain_parents(nodes),
-            q=None if self.q is None else self.q[:, :nodes],
-            valid=None if self.valid is None else self.valid[:, :nodes],
+        """Return the first ``nodes`` nodes of a chain, or of a packed tree, as a draft."""
+
+        def cut(values: jax.Array | None) -> jax.Array | None:
+            return None if values is None else values[:, :nodes]
+
+        return replace(
+            self,
+            tokens=self.tokens[:, :nodes],
+            topology=None if self.topology is None else self.topology[:nodes],
+            grown=cut(self.grown),
+            q=cut(self.q),
+            valid=cut(self.valid),
+            levels=None if self.levels is None else min(self.levels, nodes - 1),
+            offered_by=cut(self.offered_by),
         )
 
     def limited(self, depths: jax.Array) -> "Draft":

@@ -7,6 +7,7 @@ from specjax.drafts.shapes import (
     DynamicTree,
     SampledTree,
     StaticTree,
+    UnionTree,
     complete_tree,
 )
 from specjax.errors import InputError, did_you_mean
@@ -15,13 +16,15 @@ SHAPE_NAMES = (
     "chain:LENGTH, chain:LENGTH,STOP_BELOW, eagle, medusa, complete:WIDTH,WIDTH,…,"
     " sampled:WIDTH,WIDTH,…, dynamic or "
 )
-SHAPE_NAMES += "dynamic:TOP_K,DEPTH,NODES"
+SHAPE_NAMES += "dynamic:TOP_K,DEPTH,NODES; of several drafters SHAPE+SHAPE"
 
 _KINDS = ("chain", "eagle", "medusa", "complete", "sampled", "dynamic")
 
 
 def parse_shape(name: str) -> DraftShape:
     """Return the shape with this name, such as ``chain:4`` or ``dynamic:10,7,60``.
+
+    ``chain:4+chain:8`` is a `UnionTree`, with a shape for each of several drafters.
 
     Raises:
         InputError: No shape has this name, or its numbers are invalid.
@@ -32,10 +35,14 @@ def parse_shape(name: str) -> DraftShape:
         DynamicTree(top_k=10, depth=7, nodes=60)
         >>> parse_shape("sampled:3,2,1").nodes
         16
+        >>> print(parse_shape("chain:4+chain:8"))
+        union of (chain of 4; chain of 8), 13 nodes, 8 deep
         >>> parse_shape("chain:0")
         Traceback (most recent call last):
         specjax.errors.InputError: draft=Chain(length=0): a draft has at least 1 token; ...
     """
+    if "+" in name:
+        return UnionTree(tuple(map(parse_shape, name.split("+"))))
     kind, _, rest = name.partition(":")
     words = rest.split(",") if rest else []
     try:

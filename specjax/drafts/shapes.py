@@ -362,6 +362,75 @@ class _ReadWhole(DynamicTree):
         _set(self, width=min(self.nodes - 1, self.top_k ** (self.depth - 1)))
 
 
+@dataclass(frozen=True)
+class UnionTree(DraftShape):
+    """One tree from the drafts of several drafters, see `specjax.drafters.Together`.
+
+    Each part drafts its shape, of which the first ``slots`` nodes below the root are used. Paths
+    that several parts offer are in the tree once.
+
+    Attributes:
+        shapes: the shape that each part drafts.
+        slots: the maximum number of nodes below the root that each part offers. None: as many as
+            its shape has.
+
+    Raises:
+        InputError: There is no shape, or a number of slots is not possible.
+
+    Examples:
+        >>> union = specjax.UnionTree((specjax.DynamicTree(4, 3, 13), specjax.Chain(8)), (12, 4))
+        >>> print(union)
+        union of (dynamic tree, 13 nodes, 3 deep; chain of 8, cut to 4), 17 nodes, 4 deep
+    """
+
+    shapes: tuple[DraftShape, ...]
+    slots: tuple[int, ...] | None = None
+    _kind = "union"
+
+    def __post_init__(self) -> None:
+        shapes = tuple(self.shapes)
+        if not shapes:
+            raise InputError("draft=UnionTree(shapes=()): give the shape of each part")
+        most = tuple(shape.nodes - 1 for shape in shapes)
+        slots = most if self.slots is None else tuple(self.slots)
+        if len(slots) != len(shapes):
+            raise InputError(
+                f"slots={slots}: there are {len(shapes)} parts; give one number for each"
+            )
+        for slot, largest, shape in zip(slots, most, shapes, strict=True):
+            if not 0 <= slot <= largest:
+                raise InputError(
+                    f"slots={slots}: a part drafts a {shape}, so give it a number from 0 to"
+                    f" {largest}"
+                )
+        if not any(slots):
+            raise InputError(f"slots={slots}: no part may draft; give at least one a slot")
+        _check_nodes("UnionTree", 1 + sum(slots))
+        _set(
+            self,
+            shapes=shapes,
+            slots=slots,
+            depth=max(map(min, slots, (shape.depth for shape in shapes))),
+            nodes=1 + sum(slots),
+            branching=sum(map(min, slots, (shape.branching for shape in shapes))),
+            width=max(shape.width for shape in shapes),
+        )
+
+    def __str__(self) -> str:
+        """Return a short description."""
+        assert self.slots is not None
+        parts = (
+            str(shape) if slot == shape.nodes - 1 else f"{shape}, cut to {slot}"
+            for shape, slot in zip(self.shapes, self.slots, strict=True)
+        )
+        return f"union of ({'; '.join(parts)}), {self.nodes} nodes, {self.depth} deep"
+
+    def check(self, vocab_size: int) -> None:
+        """Raise InputError if the vocabulary has too few tokens for the shape of a part."""
+        for shape in self.shapes:
+            shape.check(vocab_size)
+
+
 MAX_NODES = 4096
 """The maximum number of nodes of a tree. The size of masks grows with its square."""
 

@@ -45,6 +45,10 @@ class Acceptance:
         drafted_at: for each depth, the number of steps with a draft of that depth.
         accepted_at: for each depth, the number of these steps in which a token of that depth was
             emitted.
+        drafted_by: for each part of the drafter, the number of drafted tokens that it offered; ()
+            if the drafter has no parts (`specjax.drafters.Together`).
+        accepted_by: for each part, the number of these tokens that were emitted.
+        accepted_only_by: for each part, the number of those that no other part offered.
 
     Examples:
         >>> from specjax.evaluation.metrics import summarise
@@ -64,6 +68,9 @@ class Acceptance:
     histogram: tuple[int, ...]
     drafted_at: tuple[int, ...]
     accepted_at: tuple[int, ...]
+    drafted_by: tuple[int, ...] = ()
+    accepted_by: tuple[int, ...] = ()
+    accepted_only_by: tuple[int, ...] = ()
 
 
 def summarise(stats: Stats, row: int | None = None) -> Acceptance:
@@ -102,4 +109,7 @@ def summarise(stats: Stats, row: int | None = None) -> Acceptance:
         histogram=tuple(total["histogram"].tolist()),
         drafted_at=tuple(total["drafted_at"].tolist()),
         accepted_at=tuple(total["accepted_at"].tolist()),
+        drafted_by=tuple(total["drafted_by"].tolist()),
+        accepted_by=tuple(total["accepted_by"].tolist()),
+        accepted_only_by=tuple(total["accepted_only_by"].tolist()),
     )

@@ -28,6 +28,7 @@ from specjax.drafts.shapes import (
     StaticTree,
     complete_tree,
 )
+from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.planning import theory
 from specjax.planning.costs import Costs, measure_costs, tokens_needed, trial_key
@@ -197,6 +198,12 @@ def compare_drafts(
         >>> [str(candidate.draft) for candidate in candidates]
         ['None', 'chain of 1', 'chain of 2']
     """
+    if drafter.part_names:
+        raise InputError(
+            f"drafter={type(drafter).__name__}: several drafters that draft together have no"
+            " automatic draft (draft='auto'), because shapes are compared for one drafter; give a"
+            " shape for each part, such as 'chain:4+chain:8'"
+        )
     options.check_has_no_grammar("compare_drafts")
     if acceptance is None:
         acceptance = measure_acceptance(

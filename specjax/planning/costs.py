@@ -22,6 +22,7 @@ from specjax.decoding.options import GenerationOptions, as_key, check_prompts
 from specjax.decoding.stats import Stats
 from specjax.drafters.base import Committed, Drafter, LikelyTokens, NoDraft, append_tokens
 from specjax.drafts.draft import Draft, Verdict
+from specjax.drafts.shapes import UnionTree
 from specjax.errors import InputError
 from specjax.models.cache import KVCache, gather_entries
 from specjax.models.transformer import States, Target
@@ -104,7 +105,9 @@ def measure_costs(
     """
     drafter = NoDraft() if drafter is None else drafter
     counts = sorted({1, *drafter.node_counts, *nodes}) if verify else []
-    ends_early = len(drafter.node_counts) > 1
+    # A union's parts draft all of their levels, whatever they offer.
+    is_union = isinstance(drafter.draft_shape, UnionTree)
+    ends_early = len(drafter.node_counts) > 1 and not is_union
     drafter = _without_stop(drafter)
     needed = max(new_tokens, tokens_needed(repeats, max(counts, default=1)))
     if repeats < 1:

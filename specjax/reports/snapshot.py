@@ -29,6 +29,7 @@ class Snapshot:
         valid: ``[N]`` bool which nodes were drafted.
         path: the accepted nodes, beginning with the root.
         bonus: the bonus token.
+        offered_by: for each node, the names of the parts that offered it; () without parts.
     """
 
     tokens: np.ndarray
@@ -36,12 +37,21 @@ class Snapshot:
     valid: np.ndarray
     path: tuple[int, ...]
     bonus: int
+    offered_by: tuple[tuple[str, ...], ...] = ()
 
     def draw(self, tokenizer: Any) -> "Figure":
-        """Draw the tree with its tokens as text, and the accepted path in green."""
+        """Draw the tree with its tokens as text, and the accepted path in green.
+
+        Of several drafters, their names are below the nodes that they offered.
+        """
         labels = [_label(tokenizer, int(token)) for token in self.tokens]
         return pictures.draw_draft(
-            self.parents, self.path, labels, _label(tokenizer, self.bonus), self.valid
+            self.parents,
+            self.path,
+            labels,
+            _label(tokenizer, self.bonus),
+            self.valid,
+            notes=[" + ".join(names) for names in self.offered_by],
         )
 
 
@@ -80,7 +90,7 @@ def take_snapshot(
         state, watched = _step(target, drafter, state)
         draft, path, emitted, bonus, done = sharding.to_host(watched, target.mesh)
         if best is None or emitted[0] > len(best.path):
-            best = _of_row(draft, path[0, : emitted[0]], bonus[0])
+            best = _of_row(draft, path[0, : emitted[0]], bonus[0], drafter.part_names)
         if done[0]:
             break
     assert best is not None
@@ -101,8 +111,16 @@ def _step(
     return state, (replace(info.draft, q=None), info.path, info.emitted, state.roots, state.done)
 
 
-def _of_row(draft: Draft, path: np.ndarray, bonus: np.integer) -> Snapshot:
+def _of_row(
+    draft: Draft, path: np.ndarray, bonus: np.integer, part_names: tuple[str, ...]
+) -> Snapshot:
     """Return the snapshot of row 0, whose accepted nodes are ``path``."""
+    offered_by = ()
+    if draft.offered_by is not None:
+        offered_by = tuple(
+            tuple(name for name, offers in zip(part_names, node, strict=True) if offers)
+            for node in np.asarray(draft.offered_by)[0]
+        )
     valid = np.ones(draft.tokens.shape, bool) if draft.valid is None else np.asarray(draft.valid)
     return Snapshot(
         tokens=np.asarray(draft.tokens)[0],
@@ -110,6 +128,7 @@ def _of_row(draft: Draft, path: np.ndarray, bonus: np.integer) -> Snapshot:
         valid=valid[0],
         path=tuple(path.tolist()),
         bonus=int(bonus),
+        offered_by=offered_by,
     )
 
 

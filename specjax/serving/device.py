@@ -249,6 +249,7 @@ class EngineDevice:
         if grammars:
             deepest.append(FORCED)
         self.depth = max(deepest)
+        self.part_names = drafters[0].part_names  # all drafters are the same but for their drafts
         pools = {"capacity": sizes.capacity, "pages": sizes.pages, "page": sizes.page}
         self.state: Any = device_rows.empty(
             target,

@@ -53,7 +53,7 @@ from specjax.serving.handle import (
 from specjax.serving.pages import Tenant
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import PrefillChunk, Request, RereadChunk, Scheduler
-from specjax.serving.statistics import EngineStatistics, copies_of, difference
+from specjax.serving.statistics import EngineStatistics, PartStatistics, copies_of, difference
 from specjax.serving.totals import Totals
 
 _LOGGER = logging.getLogger(__name__)
@@ -123,7 +123,9 @@ class EngineLoop:
         self._undelivered_logprobs: list[tuple[Handle, PrefillChunk, int, Any]] = []
         # The device's counters of each row after the newest call. They begin at 0 with each new
         # text.
-        self._device_stats = copies_of(Stats.zeros(self.sizes.rows, device.depth))
+        self._device_stats = copies_of(
+            Stats.zeros(self.sizes.rows, device.depth, parts=len(device.part_names))
+        )
         self._total = Totals(drafted_at=[0] * device.depth, accepted_at=[0] * device.depth)
         # The seconds of catching up that no decode call has been charged with yet.
         self._uncharged = 0.0
@@ -223,6 +225,7 @@ class EngineLoop:
                 drafted=self._total.drafted,
                 accepted=self._total.accepted,
                 accepted_at=tuple(self._total.accepted_at),
+                parts=self._parts(),
                 draft=self._draft,
                 drafts=self.choice.table(),
                 forced_tokens=self._constrained.counts.forced_tokens,
@@ -233,6 +236,15 @@ class EngineLoop:
                 compiled=self.programs.compiled,
                 programs=self.programs.total,
             )
+
+    def _parts(self) -> tuple[PartStatistics, ...]:
+        total, names = self._total, self.device.part_names
+        counts = total.drafted_by, total.accepted_by, total.accepted_only_by
+        # Before the first call nothing is counted.
+        by_part = zip(*counts, strict=True) if total.drafted_by else [(0, 0, 0)] * len(names)
+        return tuple(
+            PartStatistics(name, *numbers) for name, numbers in zip(names, by_part, strict=True)
+        )
 
     def _run(self) -> None:
         """Take turns until the engine is closed. This is the body of the thread."""

@@ -11,6 +11,23 @@ from specjax.serving.clients import ClientStatistics
 
 
 @dataclass(frozen=True)
+class PartStatistics:
+    """The counters of one part of a drafter that has parts (`specjax.drafters.Together`).
+
+    Attributes:
+        name: the class of the part.
+        drafted: drafted tokens that the part offered.
+        accepted: tokens among them that were accepted and emitted.
+        accepted_only: those that no other part offered.
+    """
+
+    name: str
+    drafted: int
+    accepted: int
+    accepted_only: int
+
+
+@dataclass(frozen=True)
 class EngineStatistics:
     """The counters of an engine since it was made, and its state at one moment.
 
@@ -30,6 +47,7 @@ class EngineStatistics:
         drafted: drafted tokens.
         accepted: drafted tokens that were accepted and emitted.
         accepted_at: ``accepted`` by depth; the first number is that of the root's children.
+        parts: the counters of each part of the drafter; () if it has no parts.
         draft: the draft that the newest decode call used.
         drafts: the measurements that the choice of a draft depends on, see `DraftChoice.table`.
         forced_tokens: tokens that grammars forced, drafted without a drafter and emitted.
@@ -65,6 +83,7 @@ class EngineStatistics:
     drafted: int
     accepted: int
     accepted_at: tuple[int, ...]
+    parts: tuple[PartStatistics, ...]
     draft: str
     drafts: list[dict[str, object]]
     forced_tokens: int

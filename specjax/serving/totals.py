@@ -23,6 +23,9 @@ class Totals:
         drafted_at: by depth, the steps in which a token was drafted there; the first number is that
             of the root's children.
         accepted_at: by depth, the steps in which such a token was accepted and emitted.
+        drafted_by: drafted tokens that each part of the drafter offered.
+        accepted_by: tokens among them that were accepted and emitted.
+        accepted_only_by: those that no other part offered.
 
     Examples:
         >>> from specjax.serving.totals import Totals
@@ -38,6 +41,9 @@ class Totals:
     accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    drafted_by: list[int] = field(default_factory=list)
+    accepted_by: list[int] = field(default_factory=list)
+    accepted_only_by: list[int] = field(default_factory=list)
 
     @property
     def drafted_steps(self) -> int:
@@ -45,13 +51,19 @@ class Totals:
         return max(self.drafted_at, default=0)
 
     def add(self, stats: Stats) -> None:
-        """Add the counters ``[B]`` of rows. Their depth must be the same in all calls."""
+        """Add the counters ``[B]`` of rows.
+
+        Their depth and their number of parts must be the same in all calls.
+        """
         histogram = _sums(stats.histogram)
         self.generated += sum(emitted * steps for emitted, steps in enumerate(histogram))
         self.drafted += _sums(stats.drafted)
         self.accepted += _sums(stats.accepted)
         self.drafted_at = _added(self.drafted_at, _sums(stats.drafted_at))
         self.accepted_at = _added(self.accepted_at, _sums(stats.accepted_at))
+        self.drafted_by = _added(self.drafted_by, _sums(stats.drafted_by))
+        self.accepted_by = _added(self.accepted_by, _sums(stats.accepted_by))
+        self.accepted_only_by = _added(self.accepted_only_by, _sums(stats.accepted_only_by))
 
 
 def _sums(counts: Any) -> Any:
@@ -60,5 +72,5 @@ def _sums(counts: Any) -> Any:
 
 
 def _added(before: list[int], new: list[int]) -> list[int]:
-    """Return the sums by depth. ``before`` is empty at first."""
+    """Return the sums by depth or by part. ``before`` is empty at first."""
     return list(map(operator.add, before, new)) if before else new

@@ -26,6 +26,8 @@ HOOKS = [
 PROPERTIES = [name for name in HOOKS if not callable(getattr(Drafter, name))]
 METHODS = [name for name in HOOKS if name not in PROPERTIES]
 RETURN_STATES = {"append_committed", "append_remote", "prompts_read", "update", "from_prefix_state"}
+RETURN_STATES |= {"after_merge"}
+STATES = {"state", "fresh", "before", "proposed"}
 RETURN_STATE_SECOND = {"propose"}
 RETURN_STATE_FIRST = {"append_unverified"}
 
@@ -88,7 +90,7 @@ def test_a_property_is_the_wrapped_drafters(name: str) -> None:
 def test_a_method_is_passed_on_with_its_arguments_and_the_wrapped_drafters_state(name: str) -> None:
     inner = Recorder()
     outer_arguments = [
-        State("own state", count=3) if parameter in ("state", "fresh") else f"the {parameter}"
+        State("own state", count=3) if parameter in STATES else f"the {parameter}"
         for parameter in parameters(getattr(Drafter, name))
     ]
     returned = getattr(Plain(inner), name)(*outer_arguments)

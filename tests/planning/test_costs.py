@@ -30,9 +30,9 @@ def stats_of(*rows: tuple[list[int], int, int]) -> Stats:
     drafted_at = zeros + np.array([[row[1], 0, 0, 0] for row in rows])  # only their sum matters
     steps = np.array([len(emitted) for emitted, _, _ in rows])
     drafted, scored = np.array([row[1] for row in rows]), np.array([row[2] for row in rows])
-    return Stats(
-        steps, drafted, histogram @ np.arange(6) - steps, scored, drafted_at, zeros, histogram
-    )
+    accepted = histogram @ np.arange(6) - steps
+    no_parts = [zeros[:, :0]] * 3
+    return Stats(steps, drafted, accepted, scored, drafted_at, zeros, histogram, *no_parts)
 
 
 def test_the_prediction_is_magicdecs_quotient() -> None:

@@ -22,6 +22,7 @@ def stats_of(accepted: list[int | None], depth: int = 3) -> Stats:
         drafted_at=np.array([[sum(width > level for width in drafted) for level in levels]]),
         accepted_at=np.array([[sum(count > level for count in counts) for level in levels]]),
         histogram=np.array([[sum(count + 1 == size for count in counts) for size in range(5)]]),
+        **dict.fromkeys(("drafted_by", "accepted_by", "accepted_only_by"), np.zeros((1, 0), int)),
     )
 
 

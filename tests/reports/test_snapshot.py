@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.drafters import DraftModel
+from specjax.drafters import DraftModel, PromptLookup, Together
 from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.reports.snapshot import take_snapshot
 from tests.conftest import tiny_target
@@ -60,3 +60,14 @@ def test_the_picture_names_every_node(target) -> None:
     bold = [text for text in figure.axes[0].texts if text.get_fontweight() == "bold"]
     assert len(bold) == len(shot.path) + 1
     assert f"8 tokens drafted, {len(shot.path) - 1} accepted" in figure.get_suptitle()
+
+
+@pytest.mark.full
+def test_of_several_drafters_each_node_has_their_names(target) -> None:
+    parts = (DraftModel(target, draft=Chain(3)), PromptLookup(draft=2))
+    shot = take_snapshot(target, Together(parts), PROMPT)
+    assert shot.offered_by[0] == ()
+    accepted = [shot.offered_by[node] for node in shot.path[1:]]
+    assert all("DraftModel" in names for names in accepted)
+    names = {text.get_text() for text in shot.draw(Letters()).axes[0].texts}
+    assert "DraftModel" in names or "DraftModel + PromptLookup" in names

@@ -15,7 +15,8 @@ def stats_of(rows: int, depth: int, count: int) -> Stats:
         return np.full((rows, *shape), count, np.int32)
 
     return Stats(
-        counts(), counts(), counts(), counts(), counts(depth), counts(depth), counts(depth + 2)
+        *(counts(), counts(), counts(), counts(), counts(depth), counts(depth), counts(depth + 2)),
+        *(counts(2), counts(2), counts(2)),
     )
 
 
@@ -26,6 +27,8 @@ def test_sums_of_rows_and_of_calls_do_not_overflow() -> None:
     once = 15 * LARGE
     assert (totals.drafted, totals.accepted, totals.drafted_steps) == (once, once, once)
     assert (totals.drafted_at, totals.accepted_at) == ([once] * 2, [once] * 2)
+    assert (totals.drafted_by, totals.accepted_by) == ([once] * 2, [once] * 2)
+    assert totals.accepted_only_by == [once] * 2
     assert totals.generated == (0 + 1 + 2 + 3) * once
     numbers = [
         totals.generated,

@@ -5,6 +5,7 @@ arXiv 2502.05202).
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax import text
-from specjax.drafters.base import Committed, Drafter, DraftingReads, RemoteFeatures, check_mesh
+from specjax.drafters.base import (
+    Committed,
+    Drafter,
+    DraftingReads,
+    RemoteFeatures,
+    check_mesh,
+    tokens_at,
+    zeros_of,
+)
 from specjax.drafters.cache_schemes import Streaming, check_own_cache
 from specjax.drafters.candidates import Vocabulary
 from specjax.drafters.expansion import Frontier, expand, read_nodes
@@ -65,10 +74,13 @@ class DraftedEntries:
         entries: the KV entries of the nodes that were read, in the draft model's layers.
         places: ``[B, N]``, the index of each node among the nodes that were read, or -1 for the
             root and for nodes that were never read.
+        is_merged: whether the nodes are those of a merged draft, some of which come from other
+            drafters; static.
     """
 
     entries: Entries
     places: jax.Array
+    is_merged: bool = struct.field(pytree_node=False, default=False)
 
 
 @struct.dataclass
@@ -305,18 +317,64 @@ class DraftModel(Drafter[DraftModelState]):
         accepted = jnp.maximum(verdict.count - 1, 0)
         end = jnp.take_along_axis(verdict.path, accepted[:, None], axis=1)
         places = jnp.take_along_axis(drafted.places, verdict.path[:, 1:], axis=1)
-        # The last accepted node was never read if it is a leaf.
-        behind = (accepted > 0) & (jnp.take_along_axis(drafted.places, end, axis=1)[:, 0] < 0)
+        # The last accepted node was never read if it is a leaf. Of a merged draft, no node was read
+        # from the first one on that another drafter alone has drafted.
+        is_accepted = jnp.arange(places.shape[1]) < accepted[:, None]
+        was_read = jnp.cumprod(is_accepted & (places >= 0), axis=1, dtype=jnp.int32)
+        unread = accepted - jnp.sum(was_read, axis=1)
         cache = state.cache
         if self.draft_shape.read_slots:
             # The nodes of a chain were read in the order of its path: nothing has to be gathered.
             path = drafted.entries if draft.is_chain else gather_entries(drafted.entries, places)
             # The pass of `propose` has stored the root already, so only accepted nodes are
             # appended.
-            cache = cache.append(path, accepted - behind, after=draft.tokens[:, -1:])
-        return DraftModelState(
-            cache=cache, last=jnp.take_along_axis(draft.tokens, end, axis=1)[:, 0], behind=behind
-        )
+            cache = cache.append(path, accepted - unread, after=draft.tokens[:, -1:])
+        if drafted.is_merged:
+            cache, unread = self._with_unread(cache, committed.tokens[:, 1:], accepted, unread)
+        last = jnp.take_along_axis(draft.tokens, end, axis=1)[:, 0]
+        return DraftModelState(cache=cache, last=last, behind=unread > 0)
+
+    def _with_unread(
+        self, cache: Cache, tokens: jax.Array, accepted: jax.Array, unread: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        """Read the accepted tokens that the model has not read, if a row has two or more of them.
+
+        One is left for the next `propose`, which reads it together with the root.
+
+        Args:
+            cache: the cache without these tokens.
+            tokens: ``[B, D]``, the accepted path without the root.
+            accepted: ``[B]``, the number of valid tokens.
+            unread: ``[B]``, the number of these, at the end of the path, that were not read.
+
+        Returns:
+            The cache, and the number of tokens that are unread now, at most one in each row.
+        """
+        if tokens.shape[1] < 2:
+            return cache, unread
+        missing = tokens_at(tokens, (accepted - unread)[:, None] + jnp.arange(tokens.shape[1]))
+
+        def read() -> tuple[jax.Array, Entries]:
+            states, entries = self.model.read(self._known(missing), cache)
+            return states.hidden, entries
+
+        # The cache is written outside of the conditional, which would copy it.
+        must_read = jnp.any(unread > 1)
+        hidden, entries = jax.lax.cond(must_read, read, partial(zeros_of, read))
+        count = jnp.where(must_read, unread, 0)
+        cache = cache.append(entries, count, after=hidden)
+        return cache, unread - count
+
+    def after_merge(
+        self, before: DraftModelState, proposed: DraftModelState, nodes: jax.Array
+    ) -> DraftModelState:
+        """Keep the KV entries of the drafter's own nodes."""
+        drafted = proposed.drafted
+        if drafted is None:
+            return before
+        places = jnp.take_along_axis(drafted.places, jnp.maximum(nodes, 0), axis=1)
+        places = jnp.where(nodes < 0, -1, places)
+        return replace(proposed, drafted=DraftedEntries(drafted.entries, places, is_merged=True))
 
     def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level: the draft model's weights and its cache."""

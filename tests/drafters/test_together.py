@@ -1,0 +1,313 @@
+"""Test drafters that draft one tree together."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import specjax
+from specjax import conformance, decoding
+from specjax.decoding.loop import advance, propose_step
+from specjax.decoding.options import GenerationOptions, default_rule
+from specjax.drafters import (
+    Draft,
+    Drafter,
+    DraftModel,
+    Eagle3,
+    EarlyExit,
+    NoDraft,
+    PromptLookup,
+    Together,
+    TokenRecycling,
+    WithPrediction,
+)
+from specjax.drafters.registry import load_drafter, split_name
+from specjax.drafts.names import parse_shape
+from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, UnionTree
+from specjax.errors import InputError
+from specjax.evaluation import metrics
+from specjax.sampling import Sampling
+from tests.conftest import FEW_TOKENS, SHAPES, tiny_config, tiny_target
+
+PROMPTS = np.array([[1, 4, 2, 1, 4, 2], [3, 3, 5, 8, 0, 0], [9, 0, 0, 0, 0, 0]])
+LENGTHS = np.array([6, 4, 1])
+
+
+@struct.dataclass
+class Fixed(Drafter[tuple[()]]):
+    """A drafter that always drafts the same chain: ``tokens [D]``, or nothing."""
+
+    tokens: jax.Array
+    draft: Chain = struct.field(pytree_node=False, default=Chain(3))
+    silent: bool = struct.field(pytree_node=False, default=False)
+
+    def propose(self, target, state, root, sampling, keys, active):
+        drafted = jnp.broadcast_to(self.tokens, (root.shape[0], self.tokens.shape[0]))
+        valid = jnp.full(drafted.shape, not self.silent)
+        return Draft.chain(root, drafted, valid=valid), state
+
+
+@struct.dataclass
+class Silent(Fixed):
+    @property
+    def node_counts(self):
+        return (1, self.draft_shape.nodes)
+
+
+def draft_model(shape, **sizes) -> DraftModel:
+    return DraftModel(tiny_target(seed=5, num_layers=1, **sizes), draft=shape)
+
+
+PAIRS = {
+    "tree and copies": lambda target: (draft_model(SHAPES["dynamic"]), PromptLookup(draft=4)),
+    "two trees": lambda target: (
+        Eagle3.init(target, jax.random.key(3), SHAPES["static"]),
+        TokenRecycling(successors=3, draft=SHAPES["dynamic"]),
+    ),
+    "sampled tree and copies": lambda target: (
+        draft_model(SHAPES["sampled"]),
+        PromptLookup(draft=3),
+    ),
+    "three": lambda target: (
+        EarlyExit(layers=1, draft=Chain(2)),
+        draft_model(SHAPES["adaptive"]),
+        WithPrediction(NoDraft(), jnp.array([3, 1, 4, 1, 5, 9, 2, 6]), longest=3),
+    ),
+    "the target and copies": lambda target: (DraftModel(target, Chain(4)), PromptLookup(draft=4)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_contract(target, pair) -> None:
+    conformance.check(target, Together(PAIRS[pair](target)), new_tokens=12)
+
+
+def small(seed: int = 0, **changes):
+    return tiny_target(seed, **{**FEW_TOKENS, "num_layers": 1, **changes})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rule", ["coupled", "independent"])
+def test_the_distribution_is_the_targets(rule) -> None:
+    model = DraftModel(small(seed=5), draft=SampledTree((2, 1)))
+    drafter = Together((model, Fixed(jnp.array([2, 0]), draft=Chain(2))), slots=(4, 1))
+    conformance.check_distribution(small(num_layers=2), drafter, rule=rule, draws=10_000)
+
+
+# --- a step -------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_in_every_step_the_union_accepts_at_least_what_each_part_would(target, temperature) -> None:
+    parts = (draft_model(DynamicTree(2, 3, 8)), PromptLookup(draft=4), Fixed(jnp.array([2, 7, 1])))
+    slots = (6, 3, 3)
+    options = GenerationOptions(
+        max_new_tokens=40, sampling=Sampling(temperature=temperature), rule="coupled"
+    )
+    drafter, state = decoding.start(target, Together(parts, slots), PROMPTS, LENGTHS, options)
+    alone = [Together((part,), (slot,)) for part, slot in zip(parts, slots, strict=True)]
+
+    @jax.jit
+    def accepted(state):
+        after, info = decoding.step(target, drafter, state)
+        counts = []
+        for index, part in enumerate(alone):
+            of_part = replace(state, drafter=(state.drafter[index],))
+            # Only to propose: `advance` with the state of all parts reads no drafter's results.
+            draft, _ = propose_step(target, part, of_part)
+            counts.append(advance(target, drafter, state, draft)[1].accepted)
+        return after, info, jnp.stack(counts)
+
+    gained = 0
+    for _ in range(12):
+        state, info, counts = jax.device_get(accepted(state))
+        assert np.all(info.accepted >= counts), (info.accepted, counts)
+        best = counts.max(axis=0)
+        gained += int(np.sum(info.accepted - best))
+        # No path of a single part is longer than the union's, which follows one of them.
+        offered = info.draft.offered_by
+        for row in np.flatnonzero(info.active):
+            path = info.path[row, 1 : 1 + info.accepted[row]]
+            assert offered[row, path].any(axis=-1).all()
+    assert gained == 0  # every accepted path is that of one part: parts are trees
+
+
+# --- the states of the parts ----------------------------------------------------------------------
+
+
+def entries_of(model, cache, length: int) -> list[np.ndarray]:
+    """Return the keys and values of the first ``length`` tokens of row 0."""
+    positions = jnp.arange(length)[None]
+    return [np.asarray(part) for part in jax.tree.leaves(cache.gather(positions))]
+
+
+def follow(target, drafter, state, text: list[int], step: int):
+    """Return the state after a step whose second part drafts the next tokens of ``text``."""
+    drafter = replace(
+        drafter, parts=(drafter.parts[0], Fixed(jnp.asarray(text[:step]), draft=Chain(step)))
+    )
+    return jax.jit(decoding.step)(target, drafter, state)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["draft model", "EAGLE-3"])
+def test_a_part_reads_an_accepted_path_that_came_from_another_part(target, kind) -> None:
+    """Its state is then that of reading the same tokens one by one."""
+    inner = {
+        "draft model": lambda: draft_model(DynamicTree(2, 3, 7)),
+        "EAGLE-3": lambda: Eagle3.init(target, jax.random.key(3), Chain(3)),
+    }[kind]()
+    options = GenerationOptions(max_new_tokens=30)
+    prompt = PROMPTS[:1]
+    plain = decoding.generate(target, None, prompt, max_new_tokens=30).tokens[0, 6:].tolist()
+    union = Together((inner, Fixed(jnp.zeros(3, jnp.int32))))
+    drafter, state = decoding.start(target, union, prompt, options=options)
+    _, slow = decoding.start(target, Together((inner,)), prompt, options=options)
+    by_other, emitted = 0, 0
+    nothing = Draft.of_tree(jnp.zeros((1, 1), jnp.int32), np.array([-1]))
+    one_token = jax.jit(advance)
+    for _ in range(6):
+        state, _ = follow(target, drafter, state, plain[emitted:], 3)
+        by_other += int(state.stats.accepted_only_by[0, 1])
+        emitted = int(state.lengths[0]) - 6
+        while int(slow.lengths[0]) - 6 < emitted:  # plain steps: every token is committed alone
+            root = nothing.replace(tokens=slow.roots[:, None])
+            slow, _ = one_token(target, Together((inner,)), slow, root)
+        own, expected = state.drafter[0], slow.drafter[0]
+        length = emitted + 6 - 1  # without the root
+        if kind == "draft model":
+            model = inner.model
+            for entry, unread in ((own, own.behind), (expected, expected.behind)):
+                assert int(entry.cache.length[0]) == length - int(unread[0])
+                assert not bool(unread[0]) or int(entry.last[0]) == plain[emitted - 2]
+            length -= int(own.behind[0]) | int(expected.behind[0])
+            compared = zip(
+                entries_of(model, own.cache, length),
+                entries_of(model, expected.cache, length),
+                strict=True,
+            )
+        else:
+            assert int(own.cache.length[0]) == int(expected.cache.length[0])
+            compared = zip(
+                [np.asarray(own.newest), *entries_of(inner, own.cache, length)],
+                [np.asarray(expected.newest), *entries_of(inner, expected.cache, length)],
+                strict=True,
+            )
+        for got, wanted_entry in compared:
+            np.testing.assert_allclose(got, wanted_entry, atol=1e-4)
+    assert by_other >= 3  # the other part's tokens were needed
+
+
+# --- statistics and widths ------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_tokens_are_counted_for_the_parts_that_offered_them(target) -> None:
+    plain = specjax.generate(target, None, PROMPTS[:1], max_new_tokens=9)
+    text = jnp.asarray(plain.tokens[0, 6:])
+    wrong = text.at[1].set((text[1] + 1) % 11)
+    # In the first step the parts offer 4 right tokens, 1 right token, and nothing.
+    parts = Fixed(text[:4], Chain(4)), Fixed(wrong[:3], Chain(3)), Fixed(text, Chain(2), True)
+    parts = (*parts[:2], replace(parts[2], tokens=text[:2]))
+    drafter, state = decoding.start(
+        target, Together(parts), PROMPTS[:1], options=GenerationOptions(max_new_tokens=9)
+    )
+    state, info = jax.jit(decoding.step)(target, drafter, state)
+    assert info.emitted.tolist() == [5]
+    assert info.drafted.tolist() == [6]  # the first token is offered twice
+    stats = metrics.summarise(jax.device_get(state.stats))
+    assert stats.drafted_by == (4, 3, 0)
+    assert stats.accepted_by == (4, 1, 0)
+    assert stats.accepted_only_by == (3, 0, 0)
+
+
+def test_tokens_after_the_end_of_a_text_are_not_counted(target) -> None:
+    plain = specjax.generate(target, None, PROMPTS[:1], max_new_tokens=4)
+    text = jnp.asarray(plain.tokens[0, 6:])
+    result = specjax.generate(
+        target,
+        Together((Fixed(text, Chain(4)), Fixed(text[:1], Chain(1)))),
+        PROMPTS[:1],
+        max_new_tokens=2,
+    )
+    assert result.stats.accepted_by.tolist() == [[2, 1]]
+    assert result.stats.accepted_only_by.tolist() == [[1, 0]]
+
+
+@pytest.mark.full
+def test_nodes_that_no_row_fills_are_not_computed(target) -> None:
+    first = Fixed(jnp.array([2, 7, 1]))
+    silent = Silent(jnp.zeros(6, jnp.int32), Chain(6), silent=True)
+    union = Together((first, silent))
+    assert union.node_counts == (4, 7, 10)
+    generate = partial(specjax.generate, target, prompts=PROMPTS, lengths=LENGTHS)
+    alone, both = (generate(drafter=d, max_new_tokens=12) for d in (first, union))
+    assert np.array_equal(alone.tokens, both.tokens)
+    assert np.array_equal(alone.stats.scored, both.stats.scored)
+    # With 2 of the 6 nodes in one row, the step runs with 7 nodes.
+    speaking = Together((first, Fixed(jnp.array([8, 8]), Chain(2)), silent))
+    assert speaking.node_counts == (4, 8, 12)
+    result = generate(drafter=speaking, max_new_tokens=12)
+    assert np.array_equal(alone.tokens, result.tokens)
+    assert set((result.stats.scored / result.stats.steps).tolist()) == {8.0}
+
+
+# --- shapes and names -----------------------------------------------------------------------------
+
+
+def test_slots_and_shapes() -> None:
+    parts = (EarlyExit(1, draft=Chain(4)), PromptLookup(draft=8))
+    union = Together(parts, slots=(4, 3))
+    assert union.draft_shape == UnionTree((Chain(4), Chain(8)), (4, 3))
+    assert replace(union, slots=(2, 2)).draft_shape.slots == (2, 2)
+    assert replace(union).draft_shape == union.draft_shape
+    assert jax.tree.map(lambda leaf: leaf, union) == union
+    other = union.replace(draft=parse_shape("chain:2+chain:5"))
+    assert [part.draft_shape for part in other.drafting] == [Chain(2), Chain(5)]
+    assert default_rule(union.draft_shape) == "coupled"
+    assert repr(union).startswith("Together(parts=(EarlyExit(layers=1, ")
+    alone = union.replace(draft=Chain(2))
+    assert [part.draft_shape for part in alone.drafting] == [Chain(2)]
+    assert alone.draft_shape == Chain(2)
+
+
+def test_what_cannot_be_used_is_refused(target) -> None:
+    lookup = PromptLookup(draft=4)
+    with pytest.raises(InputError, match="it has 1 parts, but there are 2 drafters"):
+        Together((lookup, lookup), draft=UnionTree((Chain(3),))).check(target)
+    with pytest.raises(InputError, match="prompt lookup copies one continuation"):
+        Together((lookup, lookup), draft=parse_shape("chain:3+dynamic")).check(target)
+    with pytest.raises(InputError, match="PromptLookup is one drafter, and drafts one shape"):
+        PromptLookup(draft=UnionTree((Chain(3),)))
+    with pytest.raises(InputError, match="max_ngram=0"):
+        Together((lookup, replace(lookup, max_ngram=0)), draft=Chain(2)).check(target)
+    with pytest.raises(InputError, match="verifies chains"):
+        specjax.generate(target, Together((lookup, lookup)), PROMPTS, rule="block")
+
+
+def test_names() -> None:
+    load = partial(load_drafter, target=tiny_config())
+    drafter = load("early-exit:1+prompt-lookup:2", draft="chain:2+chain:6")
+    assert isinstance(drafter, Together) and drafter.part_names == ("EarlyExit", "PromptLookup")
+    assert drafter.draft_shape == UnionTree((Chain(2), Chain(6)))
+    assert load("early-exit:1+prompt-lookup", draft=None).draft_shape.slots == (4, 8)
+    with pytest.raises(InputError, match=r"has 2 parts; give one shape for each, such as 'chain"):
+        load("early-exit:1+prompt-lookup", draft=4)
+    assert split_name("prompt-lookup+embedded:eagle3+mtp:x/a+b") == [
+        "prompt-lookup",
+        "embedded:eagle3",
+        "mtp:x/a+b",
+    ]
+    assert split_name("a.b:Own@runs/x+y+c.d:Other@z") == ["a.b:Own@runs/x+y", "c.d:Other@z"]
+
+
+def test_a_directory_with_a_plus_is_one_name(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a+prompt-lookup").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert split_name("a+prompt-lookup") == ["a+prompt-lookup"]
