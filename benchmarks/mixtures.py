@@ -115,7 +115,9 @@ def main() -> None:
     options = parser.parse_args()
     cases = f"{FEW}, ms | all run, ms | floor, ms | sorted, ms"
     print(f"load {os.getloadavg()[0]:.1f}, niceness {os.nice(0)}, {os.cpu_count()} cores")
-    print(f"| hidden x width | tokens | experts | pass | {cases} | floor / {FEW} | sorted / {FEW} | CPU time |")
+    print(
+        f"| hidden x width | tokens | experts | pass | {cases} | floor / {FEW} | sorted / {FEW} | CPU time |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for size in options.sizes:
         hidden, width = map(int, size.split("x"))

@@ -190,8 +190,6 @@ def ours(
 @contextmanager
 def without_triton() -> Iterator[None]:
     """Let modules define kernels for GPUs while they are imported where Triton is not installed."""
-    import torch._dynamo
-    import torch._inductor.compile_fx  # it looks for Triton, too, and must not see ours
 
     language = types.ModuleType("triton.language")
     language.constexpr = object  # pyright: ignore[reportAttributeAccessIssue]

@@ -142,17 +142,13 @@ def own_texts(target: Target, tokenizer: Any, texts: int, window: int) -> Window
 
 
 @jax.jit
-def as_draft_model(
-    student: Target, batch: Batch, target: Target
-) -> Mapping[str, Mean]:
+def as_draft_model(student: Target, batch: Batch, target: Target) -> Mapping[str, Mean]:
     """Return the metrics of a model that drafts for the target."""
     logits = student.head(read(student, batch)[0].hidden)
     expected = target.head(read(target, batch)[0].hidden)
     right, accepted = agreement(logits, expected)
     # From place t, step k predicts what the model predicts at place t + 1 + k.
-    steps = (
-        (ahead(right, 1 + step), ahead(accepted, 1 + step)) for step in range(SIMULATED_STEPS)
-    )
+    steps = ((ahead(right, 1 + step), ahead(accepted, 1 + step)) for step in range(SIMULATED_STEPS))
     return chain_metrics(batch, steps)
 
 
@@ -226,7 +222,14 @@ def main(config: OverfitConfig) -> None:
     """Print the table."""
     results = run(config)
     table = Table(
-        "method", "before", "after", "bound", "share", "at temperature 1", "seconds", title="overfit"
+        "method",
+        "before",
+        "after",
+        "bound",
+        "share",
+        "at temperature 1",
+        "seconds",
+        title="overfit",
     )
     for name, result in results.items():
         mark = "" if result["share"] >= config.enough else " *"

@@ -326,9 +326,10 @@ def _score(
     widths = drafter.node_counts if may_be_shorter else (full,)
     if len(widths) == 1:
         return score_first_nodes(*widths)
-    # `widths` ascend. The index is that of the first one that holds the root and the longest draft.
-    longest = jnp.max(jnp.where(state.done, 0, draft.length))
-    index = jnp.sum(jnp.asarray(widths) < 1 + longest)
+    # `widths` ascend. The index is that of the first one that holds the last node of every row. A
+    # row with a limit may have gaps before it.
+    last = jnp.max(jnp.where(state.done, 0, draft.last))
+    index = jnp.sum(jnp.asarray(widths) < 1 + last)
     return jax.lax.switch(index, [partial(score_first_nodes, width) for width in widths])
 
 

@@ -33,8 +33,8 @@ class Draft:
         levels: the depth of the deepest node of a ``grown`` tree. It is static.
         offered_by: ``[B, N, P]`` bool which of P drafters offered each node, in a draft that was
             merged (`specjax.drafts.union.merge`); otherwise None. No part offers the root.
-        is_packed: whether in each row all valid nodes come before those that are not; static. Then
-            the first nodes alone are a draft, too. Chains need not state it.
+        is_packed: whether the nodes that a row has not drafted come last, so that it pays to compute
+            the first nodes alone; static. Chains need not state it.
 
     Examples:
         >>> from specjax.drafters import Draft
@@ -169,6 +169,12 @@ class Draft:
         """The depths below the root at which each row has drafted a node, ``[B, D]`` bool."""
         at_depth = self.depths[..., 1:, None] == np.arange(1, self.depth + 1)
         return jnp.any(self.drafted[..., None] & at_depth, axis=1)
+
+    @property
+    def last(self) -> jax.Array:
+        """The index of the last node that each row has drafted, ``[B]``; 0 if there is none."""
+        nodes = np.arange(1, self.tokens.shape[1])
+        return jnp.max(jnp.where(self.drafted, nodes, 0), axis=1, initial=0)
 
     @property
     def length(self) -> jax.Array:

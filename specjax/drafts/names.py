@@ -83,6 +83,8 @@ def shape_name(shape: DraftShape) -> str:
         return f"dynamic:{shape.top_k},{shape.depth},{shape.nodes}"
     if isinstance(shape, SampledTree):
         return f"sampled:{','.join(map(str, shape.widths))}"
+    if isinstance(shape, UnionTree) and shape == UnionTree(shape.shapes):
+        return "+".join(map(shape_name, shape.shapes))
     trees = {StaticTree(EAGLE_TREE): "eagle", StaticTree(MEDUSA_TREE): "medusa"}
     return trees.get(shape, str(shape))  # pyright: ignore[reportArgumentType, reportCallIssue]
 

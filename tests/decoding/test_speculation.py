@@ -10,7 +10,7 @@ from flax import struct
 
 import specjax
 from specjax import conformance, decoding
-from specjax.drafters import Drafter, DraftModel, NoDraft
+from specjax.drafters import Drafter, DraftModel, EarlyExit, NoDraft, PromptLookup, Together
 from specjax.drafters.wrapper import Wrapper
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
@@ -20,10 +20,16 @@ from tests.decoding.test_loop import LENGTHS, NAMES, NEW, PROMPTS, drafters
 WISHES = ["off", 1, None]
 
 
+def several() -> Together:
+    """Return drafters that draft together. A limit leaves gaps among the nodes of their union."""
+    return Together((EarlyExit(layers=1, draft=SHAPES["static"]), PromptLookup(draft=4)))
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "together"])
 def test_every_row_has_its_own_text_and_its_own_limit(target, name) -> None:
-    arguments = target, drafters()[name], PROMPTS, LENGTHS
+    drafter = several() if name == "together" else drafters()[name]
+    arguments = target, drafter, PROMPTS, LENGTHS
     options: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_ids": ()}
     free = specjax.generate(*arguments, **options)
     limited = specjax.generate(*arguments, **options, speculation=WISHES)
@@ -127,6 +133,13 @@ def test_the_distribution_is_exact_with_limits(shape, rule, draws) -> None:
     model = tiny_target(seed=5, num_layers=1, **FEW_TOKENS)
     drafter = LimitedByRow(DraftModel(model, draft=SHAPES[shape]))
     conformance.check_distribution(few, drafter, rule=rule, draws=draws)
+
+
+def test_the_last_node_may_follow_a_gap() -> None:
+    draft = specjax.drafters.Draft.of_tree(jnp.array([[7, 2, 5, 3]] * 3), np.array([-1, 0, 1, 0]))
+    limited = draft.limited(jnp.array([0, 1, 2]))
+    assert limited.last.tolist() == [0, 3, 3]
+    assert limited.length.tolist() == [0, 2, 3]
 
 
 def test_a_node_below_the_limit_is_no_node() -> None:

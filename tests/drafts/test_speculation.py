@@ -46,7 +46,8 @@ def test_anything_else_is_refused(stated, message) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["chain:4", "chain:4,0.25", "dynamic:3,2,5", "sampled:2,1", "eagle", "medusa"]
+    "name",
+    ["chain:4", "chain:4,0.25", "dynamic:3,2,5", "sampled:2,1", "eagle", "medusa", "eagle+chain:2"],
 )
 def test_a_shape_has_the_name_that_it_is_read_from(name) -> None:
     assert shape_name(parse_shape(name)) == name
