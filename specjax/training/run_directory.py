@@ -2,7 +2,8 @@
 
 ::
 
-    config.yaml, claim.json      the identity of the run; a different run cannot use the directory
+    config.yaml, claim.json      the identity of the run; a different run cannot use the directory.
+                                 The configuration is that of the last start
     checkpoints/                 the newest checkpoints, to continue a killed run bit for bit
     metrics.jsonl                the metrics of every step
     tensorboard/, wandb/         the same for the service that ``logging`` names
@@ -135,6 +136,8 @@ def held_out_rule(output: Path) -> HeldOutBy:
 def claim(output: Path, config: TrainConfig, inputs: Claim) -> None:
     """Claim the directory for a new run, or check that a run which continues has the same inputs.
 
+    The configuration of this start is stored, too.
+
     Call it when everything else is valid. Only the first of several processes acts.
 
     Args:
@@ -219,8 +222,8 @@ def restore(
     """Restore the newest checkpoint that can be read, and set the iterator to its batch.
 
     The checkpoint may be of another mesh, or of another number of processes. Without checkpoints,
-    return ``state`` itself. If a checkpoint cannot be read but an older one
-    can, report that, use the older one, and delete the damaged one.
+    return ``state`` itself. If a checkpoint cannot be read but an older one can, report that, use
+    the older one, and delete the damaged one.
 
     Raises:
         ConfigError: No checkpoint can be read. Or one cannot be read and there are several

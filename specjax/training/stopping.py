@@ -40,7 +40,7 @@ class StopRequest:
         self.number = 0
         self.is_heeded = False
         self.stopped_after: int | None = None
-        self._requested_at = 0.0
+        self._requested_at: float | None = None
 
     @contextmanager
     def heeded_until_the_end(self) -> Iterator[None]:
@@ -63,8 +63,9 @@ class StopRequest:
         if not self.is_heeded:
             return False
         now = time.monotonic()
-        if not self.number:
-            self.number, self._requested_at = int(number), now
+        # `number` may be that of another process, which had its signal earlier than this one.
+        self.number = self.number or int(number)
+        self._requested_at = now if self._requested_at is None else self._requested_at
         return now - self._requested_at < _SECONDS_OF_ONE_SIGNAL
 
 

@@ -92,6 +92,15 @@ def test_a_request_is_heeded_only_while_there_is_something_to_save(monkeypatch) 
     assert not stop.request(signal.SIGTERM)
 
 
+def test_a_signal_is_the_first_one_though_another_process_had_it_earlier() -> None:
+    """Check that a scheduler may signal a process after the others have told it to stop."""
+    stop = StopRequest()
+    with stop.heeded_until_the_end():
+        stop.is_heeded, stop.number = True, int(signal.SIGTERM)
+        assert stop.request(signal.SIGTERM)
+        assert stop.number == signal.SIGTERM
+
+
 def test_a_run_that_ends_anyway_ends_with_success(source, tmp_path, monkeypatch) -> None:
     """Check a request in the last evaluation's export, when nothing is left to interrupt."""
     stop = StopRequest()
