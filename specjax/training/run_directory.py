@@ -50,7 +50,7 @@ def refuse_foreign(output: Path, config: TrainConfig) -> None:
         free = {name: getattr(config, name) for name in ("output", "logging", "checkpoints")}
         earlier = replace(load_yaml(TrainConfig, stored), **free)
         # The hash of the windows says whether the data are the same, however they are read.
-        how = {name: getattr(config.data, name) for name in ("cache", "max_unusable")}
+        how = {name: getattr(config.data, name) for name in ("cache", "max_unusable", "workers")}
         earlier = replace(earlier, data=replace(earlier.data, **how))
         if changed := differences(earlier, config):
             raise ConfigError(
