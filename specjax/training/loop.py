@@ -310,7 +310,10 @@ def show_batch(tokenizer: tokenizers.Tokenizer, packed: Windows) -> None:
 
     So the user can stop the run if the wrong words are green.
     """
-    tokens, counts = packed["tokens"][0, 1:].tolist(), packed["loss_mask"][0]
+    # The places after the last document are empty.
+    length = int((packed["segments"][0] >= 0).sum()) - 1
+    tokens = packed["tokens"][0, 1 : 1 + length].tolist()
+    counts = packed["loss_mask"][0, :length]
     edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(tokens)]
     shown = Text()
     for begin, end in itertools.pairwise(edges):

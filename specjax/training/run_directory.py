@@ -64,7 +64,7 @@ def refuse_foreign(output: Path, config: TrainConfig) -> list[str]:
             )
         same_view = _with_fields(earlier, config, _UNSEEN)
         # The hash of the windows says whether the data are the same, however they are read.
-        data = _with_fields(same_view.data, config.data, ("cache", "max_unusable"))
+        data = _with_fields(same_view.data, config.data, ("cache", "max_unusable", "workers"))
         same_view = replace(same_view, data=data)
         same_execution = _with_fields(same_view, config, _EXECUTION)
         if type(earlier.method) is type(config.method) and hasattr(config.method, "remat"):

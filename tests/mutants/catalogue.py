@@ -1966,8 +1966,8 @@ CATALOGUE = (
     Mutant(
         name="unrolled-steps-stand-still",
         file="specjax/training/objectives/unrolling.py",
-        old="states, new = run(student, states, embedded, every + step, None, past, last)",
-        new="states, new = run(student, states, embedded, every, None, past, last)",
+        old="states, new = run(student, states, embedded, place + step, None, past, last)",
+        new="states, new = run(student, states, embedded, place, None, past, last)",
         tests=(
             "tests/training/test_drafter_methods.py::test_what_is_read_at_each_step_is_as_the_table_has_it[1]",
         ),
@@ -2022,5 +2022,25 @@ CATALOGUE = (
             "tests/training/test_continuing.py::test_a_row_keeps_its_random_key_in_a_part_of_a_batch",
         ),
         breaks="With accumulate, rows get other noise than in the whole batch.",
+    ),
+    Mutant(
+        name="documents-go-on-at-the-position-of-the-window",
+        file="specjax/training/objectives/windows.py",
+        old="return model.read(tokens, documents=documents, positions=positions(documents), taps=taps)",
+        new="return model.read(tokens, documents=documents, taps=taps)",
+        tests=(
+            "tests/training/test_packed_documents.py::test_documents_start_at_position_0_and_have_the_entries_that_they_have_alone",
+        ),
+        breaks="The target reads a document at the positions of the window, not at its own.",
+    ),
+    Mutant(
+        name="a-packed-document-begins-with-a-label",
+        file="specjax/training/packing.py",
+        old="self._loss_mask[row, start : end - 1] = mask[1:]",
+        new="self._loss_mask[row, max(start - 1, 0) : end - 1] = mask[int(start == 0) :]",
+        tests=(
+            "tests/training/test_packing.py::test_documents_are_whole_or_cut_into_windows[1024-64-None]",
+        ),
+        breaks="A document of a window is held to the first token of the next one.",
     ),
 )

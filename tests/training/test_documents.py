@@ -337,7 +337,7 @@ def test_conversations_are_packed_with_their_mask(tmp_path) -> None:
         "holdout": 0.2,
     }
     config = DataConfig(**settings, chat_template=str(tmp_path / "template.jinja"))
-    tokenizer, packed, held_out, _ = data.prepare(config)
+    tokenizer, packed, held_out, *_ = data.prepare(config)
     assert len(packed["tokens"]) > len(held_out["tokens"]) > 0
     labels = packed["tokens"][:, 1:][packed["loss_mask"]]
     answers = tokenizer.decode(labels.tolist()).split("<end>")

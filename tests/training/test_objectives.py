@@ -9,8 +9,7 @@ from specjax.models.transformer import Output
 from specjax.training.objectives.ahead import ahead, behind, compared, counted, decayed
 from specjax.training.objectives.blocks import DraftedBlocks, dpace, weights_by_depth
 from specjax.training.objectives.draft_vocabulary import token_loss, token_values
-from specjax.training.objectives.unrolling import places
-from specjax.training.objectives.windows import document_mask
+from specjax.training.objectives.windows import document_mask, positions
 
 OWNERS = np.array([[0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2], [5, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6]])
 MASK = np.random.default_rng(0).random((2, 10)) < 0.8
@@ -39,7 +38,7 @@ def test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_
 def test_documents_see_themselves_alone_and_know_their_places() -> None:
     visible, place = (
         np.asarray(document_mask(BATCH["segments"])),
-        np.asarray(places(BATCH["segments"])),
+        np.asarray(positions(BATCH["segments"])),
     )
     for row in range(2):
         for t in range(11):

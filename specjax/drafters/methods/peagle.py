@@ -137,7 +137,8 @@ class PEagle(Eagle3):
     ) -> tuple[jax.Array | None, tuple[Piece, ...]]:
         """Return the part of ``mask`` and ``past`` (see `run`) inside the window of a layer.
 
-        A piece with a mask has the text, with the pair of position t in slot t.
+        A piece with a mask has the text, one pair in each slot. The first pair that a token sees is
+        the one at position 0: the documents of a training window lie one after the other.
         """
         window = self.sizes.window_of(layer)
         if window is None:
@@ -153,7 +154,8 @@ class PEagle(Eagle3):
             entry, visible = piece
             if visible is None:
                 return piece
-            return entry, visible & (jnp.arange(visible.shape[-1]) >= first[..., None])
+            place = jnp.arange(visible.shape[-1]) - jnp.argmax(visible, axis=-1)[..., None]
+            return entry, visible & (place >= first[..., None])
 
         window_mask = None if mask is None else mask & (positions[:, None] >= first[..., None])
         return window_mask, tuple(in_window(piece) for piece in past)

@@ -24,7 +24,7 @@ from specjax.models.transformer import States, Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Loss, Mean, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, compared, decayed, simulate
-from specjax.training.objectives.windows import document_mask, read
+from specjax.training.objectives.windows import document_mask, positions, read
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def draft_along(
     Chains are drafted from every position of the windows at once, along the text. At position t,
     the target has read the tokens up to t. Step k reads token t + 1 + k and the state of the step
     before, at first the target's state at t, and predicts token t + 2 + k. Its RoPE position is
-    t + 1 in every step.
+    t + 1 in every step, counted from the first token of the document.
 
     Args:
         student: the assistant.
@@ -186,23 +186,23 @@ def draft_along(
         steps: the number of steps.
         remat: whether to recompute a step's activations for the gradient, to save memory.
     """
-    index = jnp.broadcast_to(jnp.arange(output.hidden.shape[1]), output.hidden.shape[:2])
-    positions, mask = index + 1, document_mask(batch["segments"][:, :-1])
+    segments = batch["segments"][:, :-1]
+    place, mask = positions(segments), document_mask(segments)
 
     def step(
         student: Gemma4Assistant, embedded: jax.Array, states: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         def visible_piece(layer: int, window: int | None) -> Piece:
             near = (
-                mask if window is None else mask & (positions[:, :, None] - index[:, None] < window)
+                mask if window is None else mask & (1 + place[:, :, None] - place[:, None] < window)
             )
             return entries[layer], near
 
-        return student.run(target, embedded, states, positions, visible_piece)
+        return student.run(target, embedded, states, place + 1, visible_piece)
 
     step = jax.checkpoint(step) if remat else step
     states = output.hidden
     for depth in range(steps):
-        embedded = target.embed(ahead(batch["tokens"], 1 + depth)[:, : index.shape[1]])
+        embedded = target.embed(ahead(batch["tokens"], 1 + depth)[:, : place.shape[1]])
         x, states = step(student, embedded, states)
         yield x

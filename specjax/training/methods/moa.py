@@ -25,7 +25,7 @@ from specjax.training.contract import Batch, Loss, Mean, StudentInputs, Training
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.objectives.chunks import by_chunks
 from specjax.training.objectives.unrolling import layer_sizes
-from specjax.training.objectives.windows import document_mask, first_tokens, read
+from specjax.training.objectives.windows import document_mask, positions, read
 
 
 @dataclass(frozen=True)
@@ -156,14 +156,14 @@ class MoATraining(TrainingMethod):
 def block_starts(batch: Batch, length: Int[Array, " B"]) -> Int[Array, "B T"]:
     """Return for each token the position at which its block begins.
 
-    Blocks have ``length`` tokens, or fewer at the end of a document. Every token of a prompt is a
-    block of its own, because prompts are not drafted. A token belongs to an answer if it is a label
-    under the loss mask.
+    Blocks have ``length`` tokens, counted from the first token of a document, or fewer at its end.
+    Every token of a prompt is a block of its own, because prompts are not drafted. A token belongs
+    to an answer if it is a label under the loss mask.
     """
     segments, mask = batch["segments"][:, :-1], batch["loss_mask"]
     index = jnp.arange(segments.shape[1])[None]
     is_prompt = jnp.pad(~mask[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    begins = first_tokens(segments) | is_prompt | (index % length[:, None] == 0)
+    begins = is_prompt | (positions(segments) % length[:, None] == 0)
     return jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 
@@ -206,14 +206,14 @@ def draft_blocks(
     """
     segments = batch["segments"][:, :-1]
     verified, drafted = block_masks(segments, starts)
-    positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
-    summaries = student.cross_attention_entries(student.summarise(output, entries), positions)
+    place = positions(segments)
+    summaries = student.cross_attention_entries(student.summarise(output, entries), place)
     visible = drafted | (verified & ~staircase[:, None, None])
-    x, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), positions, visible)
-    attended = student.cross_attend(x, positions, (summaries, verified))
+    x, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), place, visible)
+    attended = student.cross_attend(x, place, (summaries, verified))
     first, last = student.tli_layers(target)
     hidden, _ = student.run_tli_layers(
-        target, attended, positions, drafted, scratch=[(entries[first:last], verified)]
+        target, attended, place, drafted, scratch=[(entries[first:last], verified)]
     )
     return hidden, attended
 
@@ -234,18 +234,17 @@ def draft_everywhere(
     segments = batch["segments"][:, :-1]
     count = segments.shape[1]
     index = jnp.broadcast_to(jnp.arange(count), segments.shape)
-    verified = block_masks(segments, index)[0]
-    summaries = student.cross_attention_entries(student.summarise(output, entries), index)
+    verified, place = block_masks(segments, index)[0], positions(segments)
+    summaries = student.cross_attention_entries(student.summarise(output, entries), place)
     states, _ = student.self_attend(
-        target.embed(batch["tokens"][:, :-1]), index, document_mask(segments)
+        target.embed(batch["tokens"][:, :-1]), place, document_mask(segments)
     )
     first, last = student.tli_layers(target)
     scratch: list[tuple[Entries, jax.Array | None]] = [(entries[first:last], verified)]
     alone = jnp.eye(count, dtype=bool)[None]
     for step in range(steps):
-        positions = index + step
-        attended = student.cross_attend(ahead(states, step), positions, (summaries, verified))
-        hidden, new = student.run_tli_layers(target, attended, positions, alone, scratch=scratch)
+        attended = student.cross_attend(ahead(states, step), place + step, (summaries, verified))
+        hidden, new = student.run_tli_layers(target, attended, place + step, alone, scratch=scratch)
         yield hidden
         # There is no mask, because each draft attends to its own tokens of earlier steps alone.
         scratch.append((new, None))

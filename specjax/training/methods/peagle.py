@@ -30,7 +30,7 @@ from specjax.training.objectives.draft_vocabulary import (
     token_loss,
     token_values,
 )
-from specjax.training.objectives.windows import document_mask, read
+from specjax.training.objectives.windows import document_mask, positions, read
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,9 @@ def read_depths(
     """
     rows, window = features.shape[:2]
     run = jax.checkpoint(type(student).run) if remat else type(student).run
-    every = jnp.broadcast_to(jnp.arange(window), (rows, window))
-    mask = document_mask(batch["segments"][:, :-1])
+    segments = batch["segments"][:, :-1]
+    mask, every = document_mask(segments), positions(segments)
+    drawn_positions = _take(every, places)
     embedded = student.embed(target, ahead(batch["tokens"], 1)[:, :window])
     states, text = run(student, features, embedded, every, mask, ((),) * student.sizes.num_layers)
     yield states
@@ -241,7 +242,11 @@ def read_depths(
             for entry, placeholders in zip(text, between, strict=True)
         )
         states, new = run(
-            student, *student.placeholders(target, rows, size), places[:, :size] + depth, None, past
+            student,
+            *student.placeholders(target, rows, size),
+            drawn_positions[:, :size] + depth,
+            None,
+            past,
         )
         yield states
         between = [(*entries, entry) for entries, entry in zip(between, new, strict=True)]

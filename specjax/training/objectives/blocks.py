@@ -50,8 +50,7 @@ from specjax.training.objectives.ahead import (
 )
 from specjax.training.objectives.chunks import by_chunks, width_of
 from specjax.training.objectives.unrolling import layer_sizes
-from specjax.training.objectives.unrolling import places as distance_from_first
-from specjax.training.objectives.windows import read
+from specjax.training.objectives.windows import positions, read
 
 _NEVER = -1e9
 """The log-probability of an impossible token. It is finite, so that 0 times it is 0."""
@@ -405,9 +404,7 @@ def read_blocks(
 
     Many blocks are read in chunks, each by all layers. ``remat`` is as in `DFlash.run`.
     """
-    segments = batch["segments"][:, :-1]
-    index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
-    context = student.context(student.features(output), index)
+    context = student.context(student.features(output), positions(batch["segments"][:, :-1]))
     layer = student.config.layer
     # The activations of a block: the MLP's are the largest of each layer.
     numbers = student.config.block_size * layer.intermediate_size * layer.num_layers
@@ -439,17 +436,21 @@ def _read(
     tokens = jnp.where(offset == 0, roots[..., None], config.mask_token_id).reshape(-1, size)
     last = places.reshape(-1, 1)  # [B * A, 1] also below: the place of each block
     anchors = last + 1
-    positions = anchors + offset
-    in_document = distance_from_first(batch["segments"][:, :-1])
-    first = last - jnp.take_along_axis(in_document, places, axis=1).reshape(-1, 1)
+    in_document = positions(batch["segments"][:, :-1])
+    last_position = jnp.take_along_axis(in_document, places, axis=1).reshape(-1, 1)
+    first = last - last_position
 
     def visible_pieces(layer: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
         mask = jnp.asarray(student.sees(window, offset[:, None] - offset))
-        reach = student.reach(window, positions, anchors)
+        # The places of the window, not the positions in the document: the context is the window.
+        reach = student.reach(window, anchors + offset, anchors)
         since = first if reach is None else jnp.maximum(first, reach)
         return mask[None], [Shared(context[layer], since, last, student.mesh)]
 
-    states = student.run(target, tokens, positions, jnp.asarray(offset), visible_pieces, remat)
+    block_positions = last_position + 1 + offset
+    states = student.run(
+        target, tokens, block_positions, jnp.asarray(offset), visible_pieces, remat
+    )
     return states.reshape(rows, blocks, size, -1)[:, :, size - config.depth :]
 
 
@@ -467,7 +468,7 @@ def at_all_places(
     """
     rows, count = output.hidden.shape[:2]
     index = jnp.broadcast_to(jnp.arange(count), (rows, count))
-    context = student.context(student.features(output), index)
+    context = student.context(student.features(output), positions(batch["segments"][:, :-1]))
     return by_chunks(
         lambda places: function(places, _read(student, target, batch, context, places)),
         (index,),

@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from specjax.drafters.features import FeatureDrafter, visible_in
 from specjax.models.transformer import Target
 from specjax.training.contract import Batch, Mean, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
-from specjax.training.objectives.windows import document_mask, first_tokens, read
+from specjax.training.objectives.windows import document_mask, positions, read
 
 
 def unroll(
@@ -37,8 +36,8 @@ def unroll(
 
     The example is a window of 5 tokens of one document (T = 5: the inputs are tokens 0 to 4, the
     last label is token 5) and 3 steps. The table shows what the drafter reads at place t: a state,
-    a token, and after @ the RoPE position. ``f`` is a feature, ``a`` a state of step 0, ``b`` a
-    state of step 1, each with its place::
+    a token, and after @ the RoPE position, which counts from the first token of the document.
+    ``f`` is a feature, ``a`` a state of step 0, ``b`` a state of step 1, each with its place::
 
                   t = 0     t = 1     t = 2     t = 3     t = 4    predicts token
         step 0    f0 1 @0   f1 2 @1   f2 3 @2   f3 4 @3   f4 5 @4       t + 2
@@ -73,9 +72,9 @@ def unroll(
         remat: whether to recompute a step's activations for the gradient, to save memory.
     """
     count, last = features.shape[1], student.modules - 1
-    causal, place = document_mask(batch["segments"][:, :-1]), places(batch["segments"][:, :-1])
+    segments = batch["segments"][:, :-1]
+    causal, place = document_mask(segments), positions(segments)
     run = jax.checkpoint(type(student).run, static_argnums=(6,)) if remat else type(student).run
-    every = jnp.broadcast_to(jnp.arange(count), features.shape[:2])  # [B, T] all positions
     embedded = student.embed(target, ahead(batch["tokens"], 1)[:, :count])
     states, mask, new = features, causal, ()
     for module in range(student.modules):
@@ -83,7 +82,7 @@ def unroll(
             states = jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
             mask = visible_in(module, place, causal)
         states, new = run(
-            student, states, embedded, every, mask, ((),) * student.sizes.num_layers, module
+            student, states, embedded, place, mask, ((),) * student.sizes.num_layers, module
         )
         if module < steps:
             yield ahead(states, module)
@@ -94,15 +93,9 @@ def unroll(
     for step in range(student.modules, steps):
         states = jax.lax.stop_gradient(states) if detach else states
         embedded = student.embed(target, ahead(batch["tokens"], 1 + step)[:, :count])
-        states, new = run(student, states, embedded, every + step, None, past, last)
+        states, new = run(student, states, embedded, place + step, None, past, last)
         yield states
         past = tuple((*before, (entry, None)) for before, entry in zip(past, new, strict=True))
-
-
-def places(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Return each token's distance from the first token of its document in the window."""
-    index = jnp.arange(segments.shape[1])
-    return index - jax.lax.cummax(jnp.where(first_tokens(segments), index, 0), axis=1)
 
 
 class FeatureMethod(TrainingMethod):

@@ -1,4 +1,7 @@
-"""Reading the windows of a batch with a model. Documents must not attend to each other."""
+"""Reading the windows of a batch with a model.
+
+Documents do not attend to each other, and each has the positions that it has alone: from 0 on.
+"""
 
 from collections.abc import Sequence
 
@@ -26,6 +29,13 @@ def first_tokens(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
+@shape_checked
+def positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Return each token's distance from the first token of its document in the window."""
+    index = jnp.arange(segments.shape[1])
+    return index - jax.lax.cummax(jnp.where(first_tokens(segments), index, 0), axis=1)
+
+
 def read(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[States, Entries]:
     """Return a model's states at the T inputs of a batch, without logits, and the KV of its layers.
 
@@ -39,7 +49,7 @@ def read(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[States,
 
     def read_rows(inputs: tuple[jax.Array, jax.Array]) -> tuple[States, Entries]:
         tokens, documents = inputs
-        return model.read(tokens, documents=documents, taps=taps)
+        return model.read(tokens, documents=documents, positions=positions(documents), taps=taps)
 
     def join(array: jax.Array) -> jax.Array:
         return jnp.moveaxis(array, 0, 1).reshape(rows, *array.shape[2:])
@@ -81,9 +91,12 @@ def read_student(model: Target, batch: Batch, remat: bool) -> jax.Array:
     if not remat:
         return read(model, batch)[0].hidden
     tokens, documents = batch["tokens"][:, :-1], batch["segments"][:, :-1]
+    place = positions(documents)
 
     def run_layer(model: Target, x: jax.Array, layer: int) -> jax.Array:
-        return model.run(x, tokens=tokens, documents=documents, layers=(layer, layer + 1))[0]
+        return model.run(
+            x, tokens=tokens, positions=place, documents=documents, layers=(layer, layer + 1)
+        )[0]
 
     x = model.embed(tokens)
     for layer in range(model.config.num_layers):
@@ -96,7 +109,8 @@ def score(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[Output
 
     ``taps`` are those of `Target.run`.
     """
-    return model.score(batch["tokens"][:, :-1], documents=batch["segments"][:, :-1], taps=taps)
+    tokens, documents = batch["tokens"][:, :-1], batch["segments"][:, :-1]
+    return model.score(tokens, documents=documents, positions=positions(documents), taps=taps)
 
 
 def forward(model: Target, batch: Batch, taps: Sequence[int] = ()) -> Output:
