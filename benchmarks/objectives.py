@@ -14,6 +14,7 @@ loss (accuracy, acceptance rate), which ours does not compute, are left out of t
 ``--their-metrics`` is given.
 """
 
+import importlib
 import json
 import os
 import statistics
@@ -190,8 +191,9 @@ def ours(
 @contextmanager
 def without_triton() -> Iterator[None]:
     """Let modules define kernels for GPUs while they are imported where Triton is not installed."""
-    import torch._dynamo
-    import torch._inductor.compile_fx  # it looks for Triton, too, and must not see ours
+    # These look for Triton, too, and must not see ours.
+    for name in ("torch._dynamo", "torch._inductor.compile_fx"):
+        importlib.import_module(name)
 
     language = types.ModuleType("triton.language")
     language.constexpr = object  # pyright: ignore[reportAttributeAccessIssue]
