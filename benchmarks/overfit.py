@@ -1,4 +1,4 @@
-"""How far each training method gets on a few texts that it sees in every step.
+"""The acceptance of each training method on a few texts that it sees in every step.
 
     python -m benchmarks.overfit
 
@@ -124,8 +124,8 @@ def own_texts(target: Target, tokenizer: Any, texts: int, window: int) -> Window
     prompts = np.array(
         [text.encode(tokenizer, prompt)[:PROMPT_TOKENS] for prompt in PROMPTS[:texts]]
     )
-    written = specjax.generate(target, None, prompts, max_new_tokens=window + 1 - PROMPT_TOKENS)
-    tokens = np.asarray(written.tokens)
+    result = specjax.generate(target, None, prompts, max_new_tokens=window + 1 - PROMPT_TOKENS)
+    tokens = np.asarray(result.tokens)
     return {
         "tokens": tokens.astype(np.int32),
         "segments": np.zeros(tokens.shape, np.int32),
