@@ -3,9 +3,10 @@
 Every token has 8 experts. With 8 experts in all, they run on all tokens. With more, tokens are
 sorted by expert (`specjax.models.sorted_experts`), or all experts run on all tokens, which is the
 form of passes over few tokens. The *floor* is no mixture: every expert runs on the same number of
-rows, without a router and without sorting, which a mixture of so many experts cannot beat. The cases take turns, and the table has the median of their times,
-so that other work on the machine counts for all of them. The last column has the same two ratios
-of the CPU time of all threads, which depends less on other work.
+rows, without a router and without sorting, which a mixture of so many experts cannot beat. The
+cases take turns, and the table has the median of their times, so that other work on the machine
+counts for all of them. The last column has the same two ratios of the CPU time of all threads,
+which depends less on other work.
 
     python -m benchmarks.mixtures --sizes 1024x384 128x64 --tokens 1024 256
 """
@@ -115,9 +116,8 @@ def main() -> None:
     options = parser.parse_args()
     cases = f"{FEW}, ms | all run, ms | floor, ms | sorted, ms"
     print(f"load {os.getloadavg()[0]:.1f}, niceness {os.nice(0)}, {os.cpu_count()} cores")
-    print(
-        f"| hidden x width | tokens | experts | pass | {cases} | floor / {FEW} | sorted / {FEW} | CPU time |"
-    )
+    ratio_names = f"floor / {FEW} | sorted / {FEW} | CPU time"
+    print(f"| hidden x width | tokens | experts | pass | {cases} | {ratio_names} |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for size in options.sizes:
         hidden, width = map(int, size.split("x"))

@@ -14,6 +14,7 @@ loss (accuracy, acceptance rate), which ours does not compute, are left out of t
 ``--their-metrics`` is given.
 """
 
+import importlib
 import json
 import os
 import statistics
@@ -190,6 +191,9 @@ def ours(
 @contextmanager
 def without_triton() -> Iterator[None]:
     """Let modules define kernels for GPUs while they are imported where Triton is not installed."""
+    # These look for Triton, too, and must not see ours.
+    for name in ("torch._dynamo", "torch._inductor.compile_fx"):
+        importlib.import_module(name)
 
     language = types.ModuleType("triton.language")
     language.constexpr = object  # pyright: ignore[reportAttributeAccessIssue]
@@ -396,7 +400,7 @@ def their_dflash(
     valid = np.cumprod(valid, axis=-1).astype(bool)
     places = blocks.draw_places(batch["key"], jnp.asarray(valid[..., 0]), config.anchors)
     places = np.sort(np.asarray(places), axis=-1)
-    anchors, kept = torch.tensor(places + 1), torch.ones(places.shape, dtype=torch.bool)
+    anchors, is_block = torch.tensor(places + 1), torch.ones(places.shape, dtype=torch.bool)
 
     # The last token has no hidden state, and no block sees one.
     taps = np.pad(tensors.taps.reshape(*tensors.taps.shape[:2], -1), ((0, 0), (0, 1), (0, 0)))
@@ -419,7 +423,7 @@ def their_dflash(
             loss_decay_gamma=gamma,
             objective_chunk_blocks=chunk,
         )
-        objective._sample_anchor_positions = lambda *arguments: (anchors, kept)
+        objective._sample_anchor_positions = lambda *arguments: (anchors, is_block)
 
         def loss(objective: Any = objective) -> Any:
             return objective(**inputs)[0]

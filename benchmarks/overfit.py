@@ -1,4 +1,4 @@
-"""How far each training method gets on a few texts that it sees in every step.
+"""The acceptance of each training method on a few texts that it sees in every step.
 
     python -m benchmarks.overfit
 
@@ -120,18 +120,12 @@ def all_methods(target: str) -> dict[str, TrainingMethod]:
 
 
 def own_texts(target: Target, tokenizer: Any, texts: int, window: int) -> Windows:
-    """Return windows that the target has written greedily. Their prompts do not count.
-
-    Raises:
-        InputError: There are fewer prompts.
-    """
-    if not 1 <= texts <= len(PROMPTS):
-        raise InputError(f"texts={texts}: give 1 to {len(PROMPTS)}")
+    """Return windows that the target has written greedily. Their prompts do not count."""
     prompts = np.array(
         [text.encode(tokenizer, prompt)[:PROMPT_TOKENS] for prompt in PROMPTS[:texts]]
     )
-    written = specjax.generate(target, None, prompts, max_new_tokens=window + 1 - PROMPT_TOKENS)
-    tokens = np.asarray(written.tokens)
+    result = specjax.generate(target, None, prompts, max_new_tokens=window + 1 - PROMPT_TOKENS)
+    tokens = np.asarray(result.tokens)
     return {
         "tokens": tokens.astype(np.int32),
         "segments": np.zeros(tokens.shape, np.int32),
@@ -202,6 +196,8 @@ def run(config: OverfitConfig) -> dict[str, dict[str, float]]:
     for name in names:
         if name not in available:
             raise InputError(f"methods={name!r}: give some of {', '.join(available)}")
+    if not 1 <= config.texts <= len(PROMPTS):
+        raise InputError(f"texts={config.texts}: give 1 to {len(PROMPTS)}")
     source = hub.locate(config.target, weights=True)
     target, tokenizer = Target.from_pretrained(source), text.load_tokenizer(source)
     target = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), target)
