@@ -140,6 +140,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES | {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "logits_scaling": 0.5},
     ),
     "seed_oss": ("SeedOss", _SIZES),
+    "llama4_text": (
+        "Llama4Text",
+        _SIZES
+        | {
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 6,
+            "moe_layers": [1],
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 7,
+            "floor_scale": 5,
+        },
+    ),
     "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 6, "sliding_window": 9}),
     "glm4": ("Glm4", _SIZES),
     "glm4_moe": ("Glm4Moe", _SIZES | zoo.GROUPED_EXPERTS | zoo.FIRST_DENSE | {"use_qk_norm": True}),
