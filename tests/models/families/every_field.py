@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from specjax.models import config_json
 from specjax.models.config import ModelConfig
@@ -591,6 +592,15 @@ def _class_type(kind: str) -> str:
     return getattr(transformers, f"{kind}Config").model_type
 
 
+def _name_as_published(file: Path) -> None:
+    """Rename layers of a Kimi K2.5, which transformers 5 writes like those of the vision tower."""
+    tensors = load_file(file)
+    wrong = "language_model.model.blocks."
+    if any(name.startswith(wrong) for name in tensors):
+        layers = wrong.replace("blocks", "layers")
+        save_file({name.replace(wrong, layers): value for name, value in tensors.items()}, file)
+
+
 def _ours(model: Any, fields: dict[str, Any]) -> np.ndarray:
     """Return the logits of our model of the same file and weights.
 
@@ -599,6 +609,7 @@ def _ours(model: Any, fields: dict[str, Any]) -> np.ndarray:
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         (Path(directory) / "config.json").write_text(json.dumps(fields))
+        _name_as_published(Path(directory) / "model.safetensors")
         # It may have a default that is beyond this vocabulary.
         (Path(directory) / "generation_config.json").unlink(missing_ok=True)
         target = Target.from_pretrained(directory, dtype=np.float32)
