@@ -22,8 +22,8 @@ class Rope:
     share of a head's numbers that are rotated: the first ones; for the kind ``proportional`` (Gemma
     4) the first ones of each half, which leaves out the slower pairs. If ``query_growth`` is not 0,
     a query at position p is multiplied by
-    ``1 + query_growth * log(1 + floor(p / original_max_positions))``, for any kind (Llama 4,
-    Ministral 3).
+    ``1 + query_growth * log(1 + floor((p + growth_offset) / original_max_positions))``, for any
+    kind (Llama 4, Ministral 3).
 
     Examples:
         >>> from specjax.models.config import Rope
@@ -46,6 +46,7 @@ class Rope:
     truncate: bool = True
     turned: float = 1.0
     query_growth: float = 0.0
+    growth_offset: int = 0
 
     def __post_init__(self) -> None:
         if self.query_growth and not self.original_max_positions:
@@ -130,6 +131,8 @@ class MoE:
         biased: whether router and experts have biases.
         limit: the limit of gpt-oss's gated unit, which clamps its inputs (see
             `specjax.models.moe`); None: the experts have the model's own unit.
+        scales_inputs: whether the weight of a token's one expert multiplies its input, not its
+            output (Llama 4).
         beside_mlp: whether a layer has an ordinary MLP as well, and sums both outputs, each normed
             (Gemma 4). The router then has a norm and scales of its own.
 
@@ -157,9 +160,14 @@ class MoE:
     dense_layers: tuple[int, ...] = ()
     biased: bool = False
     limit: float | None = None
+    scales_inputs: bool = False
     beside_mlp: bool = False
 
     def __post_init__(self) -> None:
+        if self.scales_inputs and self.experts_per_token != 1:
+            raise InputError(
+                f"experts_per_token={self.experts_per_token}: must be 1 with scales_inputs"
+            )
         names = ("num_experts", "experts_per_token", "intermediate_size", "groups", "groups_kept")
         check_minimum(1, self, names)
         if self.num_experts % self.groups:
@@ -326,7 +334,9 @@ class ModelConfig:
     ``rope_interleaved`` rotated pairs of ordinary attention are neighbours (GLM-4), otherwise
     halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated before their norms
     (Hunyuan). ``value_dim`` is the size of a head's value, None for ``head_dim``, and
-    ``value_scale`` a factor of values (MiMo-V2).
+    ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries and keys of layers
+    with RoPE are normed after it, without a weight, and with ``windows_aligned`` a window begins at
+    a multiple of its size: a query sees the chunk that it is in (Llama 4).
 
     Examples:
         >>> from dataclasses import replace
@@ -381,6 +391,8 @@ class ModelConfig:
     value_scale: float = 1.0
     rope_interleaved: bool = False
     qk_norm_after_rope: bool = False
+    qk_unit_norm: bool = False
+    windows_aligned: bool = False
     linear: LinearAttention | None = None
     linear_layers: tuple[int, ...] = ()
 

@@ -134,6 +134,8 @@ def _turned(
     heads = _heads(params, norm, config, x)
     if config.rope_interleaved:
         heads = separate_pairs(heads, 2 * rotations.cos.shape[-1])
+    if config.qk_unit_norm and config.rope.kind != "none":
+        return rms_norm(turn(heads), None, config.norm_eps)
     return turn(heads)
 
 

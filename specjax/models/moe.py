@@ -122,6 +122,9 @@ def _route_and_run(
     """
     flat = x.reshape(-1, x.shape[-1])
     chosen, weights = route(routing, config, routed.reshape(flat.shape))
+    assert config.moe is not None
+    if config.moe.scales_inputs:
+        flat, weights = flat * weights.astype(flat.dtype), jnp.ones_like(weights)
     return _run(config, flat, chosen - first, weights, experts).reshape(x.shape)
 
 

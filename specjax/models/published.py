@@ -121,6 +121,69 @@ _DEEPSEEK_V3 = _family(
     ),
 )
 
+_KIMI_K2 = partial(
+    _DEEPSEEK_V3,
+    vocab_size=163840,
+    max_positions=131072,
+    rope=Rope(
+        theta=5e4,
+        kind="yarn",
+        factor=32.0,
+        original_max_positions=4096,
+        beta_fast=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    ),
+    moe=MoE(
+        num_experts=384,
+        experts_per_token=8,
+        intermediate_size=2048,
+        shared_experts=1,
+        scoring="sigmoid",
+        normalise=True,
+        scale=2.827,
+        corrected=True,
+        dense_layers=(0,),
+    ),
+)
+_mixtral_experts = partial(MoE, num_experts=8, experts_per_token=2, normalise=True)
+_MIXTRAL = _family("mixtral", vocab_size=32000, max_positions=32768, rope=Rope(theta=1e6))
+_MINIMAX_M2 = _family(
+    "minimax_m2",
+    vocab_size=200064,
+    max_positions=196608,
+    norm_eps=1e-6,
+    rope=Rope(theta=5e6, turned=0.5),
+    moe=MoE(
+        num_experts=256,
+        experts_per_token=8,
+        intermediate_size=1536,
+        scoring="sigmoid",
+        normalise=True,
+        corrected=True,
+    ),
+)
+_MIMO_V2_FLASH = _family(
+    "mimo_v2_flash",
+    vocab_size=152576,
+    max_positions=262144,
+    rope=Rope(theta=1e4, turned=0.334),
+    sliding_window=129,
+    sinks=True,
+    value_dim=128,
+    value_scale=0.707,
+    moe=MoE(
+        num_experts=256,
+        experts_per_token=8,
+        intermediate_size=2048,
+        scoring="sigmoid",
+        normalise=True,
+        corrected=True,
+        dense_layers=(0,),
+    ),
+)
+_MIMO_V2_FULL = Layer(num_kv_heads=4, rope=Rope(theta=5e6, turned=0.334), sinks=False)
+
 _GEMMA_2 = _family(
     "gemma2",
     vocab_size=256000,
@@ -265,6 +328,14 @@ def _wide(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=tuple(layers))
 
 
+def _first_whole(config: ModelConfig, full: Layer) -> ModelConfig:
+    """Return ``config`` with windows in all layers except the first and every sixth (MiMo-V2)."""
+    count = config.num_layers
+    windowed = tuple(layer for layer in range(1, count) if (layer + 1) % 6)
+    layers = tuple(Layer() if layer in windowed else full for layer in range(count))
+    return replace(config, windowed_layers=windowed, layers=layers)
+
+
 def _without_positions(config: ModelConfig, every: int) -> ModelConfig:
     """Return ``config`` without RoPE in one layer of ``every``."""
     turned = [bool((layer + 1) % every) for layer in range(config.num_layers)]
@@ -391,6 +462,20 @@ PUBLISHED: dict[str, ModelConfig] = {
     ),
     "ministral-3-8b": _sized(_MINISTRAL_3, 4096, 14336, 34, 32, 8, 128),
     "seed-oss-36b": _sized(_SEED_OSS, 5120, 27648, 64, 80, 8, 128),
+    "kimi-k2": _sized(_KIMI_K2, 7168, 18432, 61, 64, 64, 64),
+    "mixtral-8x7b": _sized(
+        partial(_MIXTRAL, moe=_mixtral_experts(intermediate_size=14336)),
+        4096,
+        14336,
+        32,
+        32,
+        8,
+        128,
+    ),
+    "minimax-m2.5": _sized(_MINIMAX_M2, 3072, 1536, 62, 48, 8, 128),
+    "mimo-v2-flash": _first_whole(
+        _sized(_MIMO_V2_FLASH, 4096, 16384, 48, 64, 8, 192), _MIMO_V2_FULL
+    ),
 }
 """The configurations by lower-case name."""
 

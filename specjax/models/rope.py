@@ -128,7 +128,8 @@ def rotations(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Rotati
     angles = places * jnp.asarray(frequencies)
     grown = None
     if rope.query_growth and rope.original_max_positions is not None:
-        grown = 1.0 + rope.query_growth * jnp.log1p(jnp.floor(places / rope.original_max_positions))
+        steps = jnp.floor((places + rope.growth_offset) / rope.original_max_positions)
+        grown = 1.0 + rope.query_growth * jnp.log1p(steps)
     return Rotations(jnp.cos(angles) * factor, jnp.sin(angles) * factor, grown)
 
 

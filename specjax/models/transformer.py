@@ -434,8 +434,7 @@ class Target(OneLine, KeyedByClass):
                 f" {parts.describe(self.held, self.config.num_layers)}: give the whole target"
             )
         if positions is None:
-            offset = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
-            positions = offset[:, None] + jnp.arange(count)[None]
+            positions = self._positions(batch, count, cache, documents)
         if mask is None:
             # In numpy: `Ancestry` must see while tracing that it is a chain.
             mask = np.tril(np.ones((1, count, count), bool))
@@ -459,7 +458,7 @@ class Target(OneLine, KeyedByClass):
                 past.append(self.cache_piece(cache, source, positions, window))
             if not has_state:
                 past += [(entries[source], visible) for entries, visible in scratch]
-            visible = _in_window(mask, positions, window)
+            visible = in_window(mask, positions, window, self.config.windows_aligned)
             if source < i:
                 past.append((new[source], visible))
             turn, layer = turns[config.rope, config.head_dim], self.params["layers"][start + i]
@@ -524,6 +523,17 @@ class Target(OneLine, KeyedByClass):
             for i, state in enumerate(states)
         ]
 
+    def _positions(
+        self, batch: int, count: int, cache: Cache | None, documents: jax.Array | None
+    ) -> jax.Array:
+        """Return the positions ``[B, T]`` of the tokens after those in ``cache``."""
+        offset = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
+        positions = offset[:, None] + jnp.arange(count)[None]
+        # Other layers see distances alone.
+        if documents is not None and self.config.windows_aligned:
+            return positions - _first_of_document(documents)
+        return positions
+
     def _inputs(self, tokens: jax.Array | None, layers: tuple[int, int]) -> jax.Array | None:
         """Return `layer_inputs`, or None if the model has none."""
         if not self.config.per_layer_inputs:
@@ -551,7 +561,12 @@ class Target(OneLine, KeyedByClass):
 
         A ``window`` does not apply to a ring.
         """
-        since = None if window is None or isinstance(cache, RingCache) else positions - window + 1
+        if window is None or isinstance(cache, RingCache):
+            since = None
+        elif self.config.windows_aligned:
+            since = positions // window * window
+        else:
+            since = positions - window + 1
         return Filled.of(cache, layer, since, self.mesh)
 
     def norm(self, x: jax.Array) -> jax.Array:
@@ -693,10 +708,24 @@ class Target(OneLine, KeyedByClass):
         return sharding.constrain(x, axes, self.config.axis_units, self.mesh)
 
 
-def _in_window(mask: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
-    """Return which tokens of a call see each other in a layer with a ``window``, or without one."""
+def _first_of_document(documents: jax.Array) -> jax.Array:
+    """Return ``[B, T]`` the index of the first token of each token's document."""
+    begins = documents[:, 1:] != documents[:, :-1]
+    indices = jnp.where(begins, jnp.arange(1, documents.shape[1]), 0)
+    return jnp.pad(jax.lax.cummax(indices, axis=1), ((0, 0), (1, 0)))
+
+
+def in_window(
+    mask: jax.Array, positions: jax.Array, window: int | None, aligned: bool = False
+) -> jax.Array:
+    """Return which tokens of a call see each other in a layer with a ``window``, or without one.
+
+    ``aligned`` is whether windows begin at multiples of their size.
+    """
     if window is None:
         return mask
+    if aligned:
+        return mask & (positions[:, :, None] // window == positions[:, None] // window)
     return mask & (positions[:, :, None] - positions[:, None] < window)
 
 

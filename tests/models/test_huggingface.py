@@ -248,7 +248,7 @@ def test_shards_are_read_like_one_file(checkpoint) -> None:
 
 
 CONFIG_FAULTS = [
-    ({"model_type": "gpt2"}, "model_type='gpt2': must be one of llama, mistral, mixtral, qwen2"),
+    ({"model_type": "gpt2"}, "model_type='gpt2': must be one of llama, llama4_text"),
     ({"model_type": "remove"}, "model_type is missing"),
     (
         {"model_type": "granitemoehybrid"},

@@ -1126,8 +1126,8 @@ CATALOGUE = (
     Mutant(
         name="window-of-the-cache-one-too-wide",
         file="specjax/models/transformer.py",
-        old="since = None if window is None or isinstance(cache, RingCache) else positions - window + 1",
-        new="since = None if window is None or isinstance(cache, RingCache) else positions - window",
+        old="since = positions - window + 1",
+        new="since = positions - window",
         tests=(
             "tests/models/test_windows.py::test_the_newest_token_sees_itself_and_the_two_before_it_and_no_more[7]",
         ),
@@ -1200,6 +1200,16 @@ CATALOGUE = (
         new="turned = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)",
         tests=("tests/models/test_rope.py::test_pairs_are_turned[float32-_rotate_halves]",),
         breaks="Heads are turned by the negative angle.",
+    ),
+    Mutant(
+        name="chunks-of-the-cache-begin-before",
+        file="specjax/models/transformer.py",
+        old="since = positions // window * window",
+        new="since = positions // window * window - 1",
+        tests=(
+            "tests/models/families/test_caches.py::test_one_by_one_in_pages_is_as_the_whole[llama4]",
+        ),
+        breaks="In the cache, a layer that sees one chunk sees the last token of the chunk before.",
     ),
     Mutant(
         name="values-are-not-scaled",

@@ -23,7 +23,7 @@ from specjax.models.attention import attention_paid
 from specjax.models.cache import KVCache, PagedCache, RingCache
 from specjax.models.layers import normed, queries
 from specjax.models.rope import rotations
-from specjax.models.transformer import Target
+from specjax.models.transformer import Target, in_window
 from specjax.sampling import RowSampling
 
 
@@ -156,10 +156,7 @@ def _paid_by_last(
         q = queries(params, sizes, normed(params, "input_norm", sizes, entering[:, :, i]), turn)
         window = config.window_of(i)
         filled = target.cache_piece(before, source, positions, window)
-        if window is None:
-            visible = causal
-        else:
-            visible = causal & (positions[:, :, None] - positions[:, None] < window)
+        visible = in_window(causal, positions, window, config.windows_aligned)
         options = {
             "scale": sizes.attention_scale,
             "sinks": params.get("sinks"),

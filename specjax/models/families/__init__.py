@@ -16,6 +16,7 @@ from specjax.models.families.gpt_oss import GPT_OSS
 from specjax.models.families.granite import GRANITE
 from specjax.models.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from specjax.models.families.llama import LLAMA
+from specjax.models.families.llama4 import LLAMA4, LLAMA4_TEXT
 from specjax.models.families.mimo_v2_flash import MIMO_V2_FLASH
 from specjax.models.families.minimax_m2 import MINIMAX_M2
 from specjax.models.families.ministral3 import MINISTRAL3, MISTRAL3
@@ -33,6 +34,8 @@ from specjax.models.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
+    "llama4_text": LLAMA4_TEXT,
+    "llama4": LLAMA4,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
     "qwen2": QWEN2,
@@ -105,7 +108,7 @@ REFUSED: dict[str, str] = {
     "nemotron-nas": "its layers are described one by one (block_configs), which is not implemented",
     "olmo_hybrid": "its linear layers (linear_allow_neg_eigval) are not implemented",
     **dict.fromkeys(
-        ("llama4", "llama4_text", "granitemoe", "phimoe", "deepseek_v2"),
+        ("granitemoe", "phimoe", "deepseek_v2"),
         _OTHER_EXPERTS,
     ),
 }

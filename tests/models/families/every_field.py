@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from specjax.models import config_json
 from specjax.models.config import ModelConfig
@@ -140,6 +141,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES | {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "logits_scaling": 0.5},
     ),
     "seed_oss": ("SeedOss", _SIZES),
+    "llama4_text": (
+        "Llama4Text",
+        _SIZES
+        | {
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 6,
+            "moe_layers": [1],
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 7,
+            "floor_scale": 5,
+        },
+    ),
     "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 6, "sliding_window": 9}),
     "glm4": ("Glm4", _SIZES),
     "glm4_moe": ("Glm4Moe", _SIZES | zoo.GROUPED_EXPERTS | zoo.FIRST_DENSE | {"use_qk_norm": True}),
@@ -578,6 +592,15 @@ def _class_type(kind: str) -> str:
     return getattr(transformers, f"{kind}Config").model_type
 
 
+def _name_as_published(file: Path) -> None:
+    """Rename layers of a Kimi K2.5, which transformers 5 writes like those of the vision tower."""
+    tensors = load_file(file)
+    wrong = "language_model.model.blocks."
+    if any(name.startswith(wrong) for name in tensors):
+        layers = wrong.replace("blocks", "layers")
+        save_file({name.replace(wrong, layers): value for name, value in tensors.items()}, file)
+
+
 def _ours(model: Any, fields: dict[str, Any]) -> np.ndarray:
     """Return the logits of our model of the same file and weights.
 
@@ -586,6 +609,7 @@ def _ours(model: Any, fields: dict[str, Any]) -> np.ndarray:
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         (Path(directory) / "config.json").write_text(json.dumps(fields))
+        _name_as_published(Path(directory) / "model.safetensors")
         # It may have a default that is beyond this vocabulary.
         (Path(directory) / "generation_config.json").unlink(missing_ok=True)
         target = Target.from_pretrained(directory, dtype=np.float32)

@@ -109,12 +109,13 @@ NESTED = {
     "qwen3_5_moe": ("qwen3_5_moe", "model.language_model.", ""),
     "ministral3": ("mistral3", "model.language_model.", ""),
     "ministral3 of transformers 4": ("mistral3", "language_model.model.", "language_model."),
+    "llama4": ("llama4", "language_model.model.", "language_model."),
     "kimi_k2": ("kimi_k25", "model.language_model.", ""),
     "kimi_k2 of transformers 4": ("kimi_k25", "language_model.model.", "language_model."),
 }
 
 
-@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("name", [zoo.case(name, name.split(" of ")[0]) for name in NESTED])
 def test_the_text_part_of_a_model_that_sees_is_read_alone(zoo_model, name, tmp_path) -> None:
     model_type, prefix, head_prefix = NESTED[name]
     model = zoo_model(name.removesuffix(" of transformers 4"))
@@ -224,6 +225,16 @@ def test_a_window_of_mimo_v2_is_one_token_longer_than_its_published_size(zoo_mod
 def test_kimi_k2_is_a_deepseek_v3_of_another_name(zoo_model) -> None:
     raw = raw_of(zoo_model, "kimi_k2", model_type="kimi_k2")
     assert config_json.parse_config(raw) == zoo_model("kimi_k2").target.config
+
+
+def test_chunks_of_a_document_begin_with_the_document(zoo_model) -> None:
+    """Chunks of 7 tokens, in a row of two documents of 17 and 23."""
+    model = zoo_model("llama4")
+    documents = jnp.asarray(np.repeat([[5, 2]], [17, LENGTH - 17], axis=1).repeat(2, axis=0))
+    together = model.target.forward(jnp.asarray(model.tokens), documents=documents)[0].logits
+    alone = logits(model.target, model.tokens[:, 17:])
+    np.testing.assert_allclose(together[:, 17:], alone, atol=1e-4)
+    np.testing.assert_allclose(together[:, :17], model.logits[:, :17], atol=1e-4)
 
 
 @pytest.mark.full
@@ -395,6 +406,13 @@ REFUSALS = [
         {"layer_types": None, "sliding_window_pattern": "LLLG"},
         "sliding_window_pattern='LLLG': transformers does not read text here: give layer_types",
     ),
+    (
+        "llama4",
+        {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 4},
+        "attention_chunk_size=None: must be a number of tokens",
+    ),
+    ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok=2: must be a whole number from 1"),
+    ("llama4", {"no_rope_layers": [1]}, "no_rope_layers names 1 layers of num_hidden_layers=4"),
     ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, r"attn_type_list=\[1, 0, 1, 1\]: must be a"),
     ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False: must be left out, or true"),
     ("ernie4_5_moe", {"use_bias": True}, "use_bias=True: must be left out, or false"),
@@ -431,7 +449,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "message"), REFUSALS)
+@pytest.mark.parametrize(
+    ("name", "changes", "message"), [zoo.case(case, case[0]) for case in REFUSALS]
+)
 def test_what_cannot_be_taken_is_refused_in_a_line(zoo_model, name, changes, message) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         config_json.parse_config(raw_of(zoo_model, name, **changes))

@@ -319,6 +319,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | GROUPED_EXPERTS
         | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "attention_bias": True},
     ),
+    "llama4": (
+        "Llama4Text",
+        SIZES
+        | {
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 6,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 1, 0, 1],
+            "attention_chunk_size": 7,
+            "floor_scale": 5,
+            "attn_scale": 0.5,
+        },
+    ),
     "mimo_v2_flash": (
         "MiMoV2Flash",
         {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -350,11 +364,17 @@ FULL_ALONE = (
 """Models whose kinds of layers are those of others: `make test` leaves them out."""
 
 
-def cases() -> list[Any]:
-    """Return the names of all models, to parametrize tests; some are in the full tier alone."""
+def case(values: Any, name: str) -> Any:
+    """Return a case of a parametrized test, in the full tier alone if the model of ``name`` is."""
     import pytest
 
-    return [pytest.param(name, marks=[pytest.mark.full] * (name in FULL_ALONE)) for name in MODELS]
+    values = values if isinstance(values, tuple) else (values,)
+    return pytest.param(*values, marks=[pytest.mark.full] * (name in FULL_ALONE))
+
+
+def cases() -> list[Any]:
+    """Return the names of all models, to parametrize tests; some are in the full tier alone."""
+    return [case(name, name) for name in MODELS]
 
 
 def model_type(name: str) -> str:
