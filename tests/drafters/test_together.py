@@ -177,7 +177,7 @@ def test_a_part_reads_an_accepted_path_that_came_from_another_part(target, kind)
         by_other += int(state.stats.accepted_only_by[0, 1])
         emitted = int(state.lengths[0]) - 6
         while int(slow.lengths[0]) - 6 < emitted:  # plain steps: every token is committed alone
-            root = nothing.replace(tokens=slow.roots[:, None])
+            root = replace(nothing, tokens=slow.roots[:, None])
             slow, _ = one_token(target, Together((inner,)), slow, root)
         own, expected = state.drafter[0], slow.drafter[0]
         length = emitted + 6 - 1  # without the root
@@ -246,7 +246,7 @@ def test_nodes_that_no_row_fills_are_not_computed(target) -> None:
     silent = Silent(jnp.zeros(6, jnp.int32), Chain(6), silent=True)
     union = Together((first, silent))
     assert union.node_counts == (4, 7, 10)
-    generate = partial(specjax.generate, target, prompts=PROMPTS, lengths=LENGTHS)
+    generate = partial(specjax.generate, target, tokens=PROMPTS, lengths=LENGTHS)
     alone, both = (generate(drafter=d, max_new_tokens=12) for d in (first, union))
     assert np.array_equal(alone.tokens, both.tokens)
     assert np.array_equal(alone.stats.scored, both.stats.scored)
@@ -268,11 +268,11 @@ def test_slots_and_shapes() -> None:
     assert replace(union, slots=(2, 2)).draft_shape.slots == (2, 2)
     assert replace(union).draft_shape == union.draft_shape
     assert jax.tree.map(lambda leaf: leaf, union) == union
-    other = union.replace(draft=parse_shape("chain:2+chain:5"))
+    other = replace(union, draft=parse_shape("chain:2+chain:5"))
     assert [part.draft_shape for part in other.drafting] == [Chain(2), Chain(5)]
     assert default_rule(union.draft_shape) == "coupled"
     assert repr(union).startswith("Together(parts=(EarlyExit(layers=1, ")
-    alone = union.replace(draft=Chain(2))
+    alone = replace(union, draft=Chain(2))
     assert [part.draft_shape for part in alone.drafting] == [Chain(2)]
     assert alone.draft_shape == Chain(2)
 

@@ -23,7 +23,7 @@ def random_draft(rng: np.random.Generator, nodes: int, is_static: bool, vocab: i
             for _ in range(ROWS - 1)
         ]
     parents = np.broadcast_to(np.stack(shapes), (ROWS, nodes))
-    tokens, valid = np.full((ROWS, nodes), 7), np.ones((ROWS, nodes), bool)
+    tokens, valid = np.full((ROWS, nodes), 1), np.ones((ROWS, nodes), bool)
     for row in range(ROWS):
         taken: dict[int, list[int]] = {}
         for node in range(1, nodes):
