@@ -292,6 +292,7 @@ def _score(
 
         # All branches must return the same shapes, so a shorter draft's results are padded.
         widen = partial(_pad, size=draft.depth + 1)
+        verdict = replace(verdict, path=widen(verdict.path))
 
         def along_path(leaf: jax.Array) -> jax.Array:  # [B, nodes, …] -> [B, D+1, …]
             if scored_draft.is_chain:  # its path is its nodes in order: nothing has to be gathered
@@ -303,7 +304,7 @@ def _score(
             entries = jax.tree.map(partial(widen, axis=2), node_entries)
         else:
             entries = gather_entries(node_entries, verdict.path)
-        emitted = widen(verdict.emitted(scored_draft))
+        emitted = verdict.emitted(scored_draft)
         emitted_logprobs = None
         if logprobs is not None:
             emitted_logprobs = Logprobs.of(along_path(output.logits), emitted, logprobs)
@@ -312,7 +313,7 @@ def _score(
             all_nodes = partial(_pad, size=full)
             likely = jax.tree.map(all_nodes, LikelyTokens.of(output.logits, num_likely))
         return _Scored(
-            verdict=replace(verdict, path=widen(verdict.path)),
+            verdict=verdict,
             emitted=emitted,
             output=jax.tree.map(along_path, output.states),
             entries=entries,

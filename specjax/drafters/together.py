@@ -175,16 +175,18 @@ class Together(Drafter[PartStates]):
         self, target: Target, state: PartStates, committed: Committed
     ) -> PartStates:
         return tuple(
-            part.append_committed(target, own, self._committed_for(part, target.config, committed))
-            for part, own in zip(self.parts, state, strict=True)
+            part.append_committed(
+                target, part_state, self._committed_for(part, target.config, committed)
+            )
+            for part, part_state in zip(self.parts, state, strict=True)
         )
 
     def prompts_read(
         self, target: Target, state: PartStates, tokens: jax.Array, cache: KVCache | PagedCache
     ) -> PartStates:
         return tuple(
-            part.prompts_read(target, own, tokens, cache)
-            for part, own in zip(self.parts, state, strict=True)
+            part.prompts_read(target, part_state, tokens, cache)
+            for part, part_state in zip(self.parts, state, strict=True)
         )
 
     def propose(
@@ -202,11 +204,13 @@ class Together(Drafter[PartStates]):
             # A merged draft has no q. A chosen token is accepted more often than a drawn one then.
             sampling = replace(sampling, greedy=True)
         drafts, proposed = [], []
-        for part, own in zip(drafting, state, strict=False):
+        for part, part_state in zip(drafting, state, strict=False):
             layers = [reads.index(layer) for layer in part.reads(target.config)]
             caches = {"cache": cache.of_layers(layers)} if layers else {}
             part_keys = keys[: part.draft_shape.depth]
-            draft, after = part.propose(target, own, root, sampling, part_keys, active, **caches)
+            draft, after = part.propose(
+                target, part_state, root, sampling, part_keys, active, **caches
+            )
             drafts.append(draft)
             proposed.append(after)
         if isinstance(shape, UnionTree):
@@ -220,8 +224,8 @@ class Together(Drafter[PartStates]):
             is_first = jnp.arange(len(self.parts)) == 0
             merged = replace(merged, offered_by=by_first & is_first)
         after_merge = [
-            part.after_merge(own, after, own_indices)
-            for part, own, after, own_indices in zip(
+            part.after_merge(part_state, after, part_nodes)
+            for part, part_state, after, part_nodes in zip(
                 drafting, state, proposed, indices, strict=False
             )
         ]
@@ -237,26 +241,33 @@ class Together(Drafter[PartStates]):
     ) -> PartStates:
         return tuple(
             part.update(
-                target, own, draft, verdict, self._committed_for(part, target.config, committed)
+                target,
+                part_state,
+                draft,
+                verdict,
+                self._committed_for(part, target.config, committed),
             )
-            for part, own in zip(self.parts, state, strict=True)
+            for part, part_state in zip(self.parts, state, strict=True)
         )
 
     def to_prefix_state(self, state: PartStates) -> PartStates:
-        return tuple(part.to_prefix_state(own) for part, own in zip(self.parts, state, strict=True))
+        return tuple(
+            part.to_prefix_state(part_state)
+            for part, part_state in zip(self.parts, state, strict=True)
+        )
 
     def from_prefix_state(self, fresh: PartStates, kept: Any) -> PartStates:
         return tuple(
-            part.from_prefix_state(own, prefix)
-            for part, own, prefix in zip(self.parts, fresh, kept, strict=True)
+            part.from_prefix_state(part_state, prefix)
+            for part, part_state, prefix in zip(self.parts, fresh, kept, strict=True)
         )
 
     def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of all parts. Parts differ in depth, so all are those of a step."""
         drafting = self.drafting
         reads = [
-            part.drafting_reads(target, own, cache)
-            for part, own in zip(drafting, state or [()] * len(drafting), strict=False)
+            part.drafting_reads(target, part_state, cache)
+            for part, part_state in zip(drafting, state or [()] * len(drafting), strict=False)
         ]
         return DraftingReads(
             step=tuple(

@@ -165,8 +165,8 @@ class Wrapper(Drafter[State]):
         return draft, self.with_own(state, wrapped_state)
 
     def after_merge(self, before: State, proposed: State, nodes: jax.Array) -> State:
-        own = self.wrapped.after_merge(self.own_state(before), self.own_state(proposed), nodes)
-        return self.with_own(proposed, own)
+        merged = self.wrapped.after_merge(self.own_state(before), self.own_state(proposed), nodes)
+        return self.with_own(proposed, merged)
 
     def update(
         self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed

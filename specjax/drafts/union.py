@@ -76,15 +76,15 @@ def merge(drafts: Sequence[Draft], slots: Sequence[int]) -> tuple[Draft, tuple[j
 
     above = of_nodes(jnp.take_along_axis(node, parents, axis=1), 0).at[:, 0].set(-1)
     holds = offered[:, None] & (node[:, None] == nodes)
-    own_indices = []
+    part_nodes = []
     for start, end in pairwise(starts):
         of_part = holds[:, :, start:end]
         if start == end:  # a part that never drafts
-            own = jnp.full((batch, num_nodes), -1, jnp.int32)
+            indices = jnp.full((batch, num_nodes), -1, jnp.int32)
         else:
-            own = jnp.where(jnp.any(of_part, axis=-1), 1 + jnp.argmax(of_part, axis=-1), -1)
-        own_indices.append(own.astype(jnp.int32).at[:, 0].set(0))
-    offered_by = jnp.stack(own_indices, axis=-1) > 0
+            indices = jnp.where(jnp.any(of_part, axis=-1), 1 + jnp.argmax(of_part, axis=-1), -1)
+        part_nodes.append(indices.astype(jnp.int32).at[:, 0].set(0))
+    offered_by = jnp.stack(part_nodes, axis=-1) > 0
     merged = Draft(
         tokens=of_nodes(tokens, root),
         grown=above,
@@ -93,4 +93,4 @@ def merge(drafts: Sequence[Draft], slots: Sequence[int]) -> tuple[Draft, tuple[j
         offered_by=offered_by,
         is_packed=True,
     )
-    return merged, tuple(own_indices)
+    return merged, tuple(part_nodes)

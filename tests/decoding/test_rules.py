@@ -5,6 +5,7 @@ exact and small: which tokens are accepted, and from which numbers the last toke
 """
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -396,7 +397,12 @@ def test_a_row_ends_with_its_first_end_token_or_at_its_limit() -> None:
 
 def test_statistics_count_what_was_emitted() -> None:
     """Count three rows, the last of which is done, in two steps of drafts of depth 2."""
-    stats = Stats.zeros(3, 2)
+    stats = Stats.zeros(3, 2, parts=2)
+    # Both parts offer the first token, and the first part alone offers the second.
+    offered = jnp.array([[False, False], [True, True], [True, False]])
+    draft = Draft.chain(jnp.zeros(3, jnp.int32), jnp.ones((3, 2), jnp.int32))
+    draft = replace(draft, offered_by=jnp.broadcast_to(offered, (3, 3, 2)))
+    path = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (3, 3))
     # In the last step of the second row the limit cuts the bonus token off.
     for emitted, accepted in (([1, 3, 0], [0, 2, 0]), ([2, 2, 0], [1, 2, 0])):
         info = StepInfo(
@@ -406,8 +412,8 @@ def test_statistics_count_what_was_emitted() -> None:
             drafted=jnp.array([2, 2, 0]),
             drafted_at=jnp.array([[True, True], [True, True], [False, False]]),
             scored=jnp.array([3, 3, 0]),
-            draft=None,
-            path=jnp.zeros((3, 3), jnp.int32),
+            draft=draft,
+            path=path,
         )
         stats = stats.add(info)
     assert stats.steps.tolist() == [2, 2, 0] and stats.scored.tolist() == [6, 6, 0]
@@ -415,6 +421,9 @@ def test_statistics_count_what_was_emitted() -> None:
     assert stats.drafted_at.tolist() == [[2, 2], [2, 2], [0, 0]]
     assert stats.accepted_at.tolist() == [[1, 0], [2, 2], [0, 0]]
     assert stats.histogram.tolist() == [[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
+    assert stats.drafted_by.tolist() == [[4, 2], [4, 2], [0, 0]]
+    assert stats.accepted_by.tolist() == [[1, 1], [4, 2], [0, 0]]
+    assert stats.accepted_only_by.tolist() == [[0, 0], [2, 0], [0, 0]]
 
 
 # --- end tokens that are too early ----------------------------------------------------------------

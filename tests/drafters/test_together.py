@@ -158,7 +158,7 @@ def follow(target, drafter, state, text: list[int], step: int):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["draft model", "EAGLE-3"])
 def test_a_part_reads_an_accepted_path_that_came_from_another_part(target, kind) -> None:
-    """Its state is then that of reading the same tokens one by one."""
+    """The state is then that of reading the same tokens one by one."""
     inner = {
         "draft model": lambda: draft_model(DynamicTree(2, 3, 7)),
         "EAGLE-3": lambda: Eagle3.init(target, jax.random.key(3), Chain(3)),
@@ -177,25 +177,25 @@ def test_a_part_reads_an_accepted_path_that_came_from_another_part(target, kind)
         by_other += int(state.stats.accepted_only_by[0, 1])
         emitted = int(state.lengths[0]) - 6
         while int(slow.lengths[0]) - 6 < emitted:  # plain steps: every token is committed alone
-            root = nothing.replace(tokens=slow.roots[:, None])
+            root = replace(nothing, tokens=slow.roots[:, None])
             slow, _ = one_token(target, Together((inner,)), slow, root)
-        own, expected = state.drafter[0], slow.drafter[0]
+        union_state, expected = state.drafter[0], slow.drafter[0]
         length = emitted + 6 - 1  # without the root
         if kind == "draft model":
             model = inner.model
-            for entry, unread in ((own, own.behind), (expected, expected.behind)):
+            for entry, unread in ((union_state, union_state.behind), (expected, expected.behind)):
                 assert int(entry.cache.length[0]) == length - int(unread[0])
                 assert not bool(unread[0]) or int(entry.last[0]) == plain[emitted - 2]
-            length -= int(own.behind[0]) | int(expected.behind[0])
+            length -= int(union_state.behind[0]) | int(expected.behind[0])
             compared = zip(
-                entries_of(model, own.cache, length),
+                entries_of(model, union_state.cache, length),
                 entries_of(model, expected.cache, length),
                 strict=True,
             )
         else:
-            assert int(own.cache.length[0]) == int(expected.cache.length[0])
+            assert int(union_state.cache.length[0]) == int(expected.cache.length[0])
             compared = zip(
-                [np.asarray(own.newest), *entries_of(inner, own.cache, length)],
+                [np.asarray(union_state.newest), *entries_of(inner, union_state.cache, length)],
                 [np.asarray(expected.newest), *entries_of(inner, expected.cache, length)],
                 strict=True,
             )
@@ -246,7 +246,7 @@ def test_nodes_that_no_row_fills_are_not_computed(target) -> None:
     silent = Silent(jnp.zeros(6, jnp.int32), Chain(6), silent=True)
     union = Together((first, silent))
     assert union.node_counts == (4, 7, 10)
-    generate = partial(specjax.generate, target, prompts=PROMPTS, lengths=LENGTHS)
+    generate = partial(specjax.generate, target, tokens=PROMPTS, lengths=LENGTHS)
     alone, both = (generate(drafter=d, max_new_tokens=12) for d in (first, union))
     assert np.array_equal(alone.tokens, both.tokens)
     assert np.array_equal(alone.stats.scored, both.stats.scored)
@@ -268,11 +268,11 @@ def test_slots_and_shapes() -> None:
     assert replace(union, slots=(2, 2)).draft_shape.slots == (2, 2)
     assert replace(union).draft_shape == union.draft_shape
     assert jax.tree.map(lambda leaf: leaf, union) == union
-    other = union.replace(draft=parse_shape("chain:2+chain:5"))
-    assert [part.draft_shape for part in other.drafting] == [Chain(2), Chain(5)]
+    reshaped = replace(union, draft=parse_shape("chain:2+chain:5"))
+    assert [part.draft_shape for part in reshaped.drafting] == [Chain(2), Chain(5)]
     assert default_rule(union.draft_shape) == "coupled"
     assert repr(union).startswith("Together(parts=(EarlyExit(layers=1, ")
-    alone = union.replace(draft=Chain(2))
+    alone = replace(union, draft=Chain(2))
     assert [part.draft_shape for part in alone.drafting] == [Chain(2)]
     assert alone.draft_shape == Chain(2)
 

@@ -23,16 +23,16 @@ def random_draft(rng: np.random.Generator, nodes: int, is_static: bool, vocab: i
             for _ in range(ROWS - 1)
         ]
     parents = np.broadcast_to(np.stack(shapes), (ROWS, nodes))
-    tokens, valid = np.full((ROWS, nodes), 7), np.ones((ROWS, nodes), bool)
+    tokens, valid = np.full((ROWS, nodes), 1), np.ones((ROWS, nodes), bool)
     for row in range(ROWS):
-        taken: dict[int, list[int]] = {}
+        used: dict[int, list[int]] = {}
         for node in range(1, nodes):
             parent = int(parents[row, node])
-            free = [t for t in range(vocab) if t not in taken.get(parent, [])]
+            free = [t for t in range(vocab) if t not in used.get(parent, [])]
             valid[row, node] = bool(free) and valid[row, parent] and rng.random() < 0.8
             tokens[row, node] = rng.choice(free) if free else 0
             if valid[row, node]:
-                taken.setdefault(parent, []).append(int(tokens[row, node]))
+                used.setdefault(parent, []).append(int(tokens[row, node]))
     topology = np.array(parents[0]) if is_static else jnp.asarray(parents)
     return Draft.of_tree(jnp.asarray(tokens), topology, valid=jnp.asarray(valid), levels=nodes - 1)
 
@@ -67,14 +67,14 @@ def test_the_union_has_the_paths_of_all_parts_once(sizes) -> None:
         paths = paths_of(union, row)
         # The nodes are in the order of the parts, and those that nobody fills come last.
         assert paths == [(), *expected, *[None] * (sum(slots) - len(expected))]
-        for part, (draft, own) in enumerate(zip(drafts, indices, strict=True)):
+        for part, (draft, own_nodes) in enumerate(zip(drafts, indices, strict=True)):
             own_paths = paths_of(draft, row)
             for node, path in enumerate(paths[1:], 1):
-                index = int(own[row, node])
+                index = int(own_nodes[row, node])
                 is_offered = path in offered[part]
                 assert bool(union.offered_by[row, node, part]) == (index > 0) == is_offered
                 assert not is_offered or own_paths[index] == path
-            assert int(own[row, 0]) == 0
+            assert int(own_nodes[row, 0]) == 0
     assert shared > ROWS or min(sizes) == 1
     parents = np.asarray(union.parents)
     assert np.all(parents[:, 0] == -1)

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from specjax.decoding.stats import Stats, StepInfo
+from specjax.drafts.draft import Draft
 from specjax.evaluation import metrics
 
 P = jnp.array([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
@@ -26,7 +27,9 @@ def test_summary_by_hand() -> None:
 
     Row 0 emits 3 tokens, then 1. Row 1 drafts one token and emits 2, and is done.
     """
-    unobserved = {"draft": None, "path": None}  # statistics do not read them
+    # Without parts, statistics do not read the tokens.
+    draft = Draft.chain(jnp.zeros(2, jnp.int32), jnp.zeros((2, 2), jnp.int32))
+    unobserved = {"draft": draft, "path": None}
     stats = Stats.zeros(2, 2)
     stats = stats.add(
         StepInfo(

@@ -876,6 +876,44 @@ CATALOGUE = (
         breaks="The histogram of acceptance counts rows that are done.",
     ),
     Mutant(
+        name="tokens-of-two-parts-count-as-ones-own",
+        file="specjax/decoding/stats.py",
+        old="only = accepted & (jnp.sum(accepted, axis=-1, keepdims=True) == 1)",
+        new="only = accepted & (jnp.sum(accepted, axis=-1, keepdims=True) >= 1)",
+        tests=("tests/decoding/test_rules.py::test_statistics_count_what_was_emitted",),
+        breaks="Of several drafters a token that two of them offered counts as one that nobody else offered.",
+    ),
+    Mutant(
+        name="union-takes-the-root-for-its-own-child",
+        file="specjax/drafts/union.py",
+        old="above = jnp.where(index == 0, -1, jnp.take_along_axis(first, parents, axis=1))",
+        new="above = jnp.take_along_axis(first, parents, axis=1)",
+        tests=(
+            "tests/drafts/test_union.py::test_the_union_has_the_paths_of_all_parts_once[sizes0]",
+        ),
+        breaks="In a union a child of the root with the root's token is lost.",
+    ),
+    Mutant(
+        name="union-merges-tokens-below-different-parents",
+        file="specjax/drafts/union.py",
+        old="equal = equal_tokens & (above[:, :, None] == above[:, None]) & offered[:, None]",
+        new="equal = equal_tokens & offered[:, None]",
+        tests=(
+            "tests/drafts/test_union.py::test_the_union_has_the_paths_of_all_parts_once[sizes0]",
+        ),
+        breaks="In a union equal tokens are one node, whatever comes before them.",
+    ),
+    Mutant(
+        name="union-offers-one-node-too-many",
+        file="specjax/drafts/union.py",
+        old="is_offered.append(draft.drafted & (jnp.cumsum(draft.drafted, axis=1) <= slot))",
+        new="is_offered.append(draft.drafted & (jnp.cumsum(draft.drafted, axis=1) <= slot + 1))",
+        tests=(
+            "tests/drafts/test_union.py::test_the_union_has_the_paths_of_all_parts_once[sizes0]",
+        ),
+        breaks="A part of a union fills a slot of another part.",
+    ),
+    Mutant(
         name="few-rows-begin-too-early",
         file="specjax/decoding/few_rows.py",
         old="FEWEST <= rows <= MOST\nand eigen_is_faster()\nand target.mesh is None\nand sharding.is_on_cpu(None)",
