@@ -35,7 +35,7 @@ test-browser: .venv-test/installed
 	.venv-test/bin/python -m pytest tests/serving/http/test_browser.py -m browser
 
 # Real programs hold conversations with the server, each in an environment of its own, which takes gigabytes and a network. An
-# engine that follows rules answers them, or a model: make test-clients MODEL=DIRECTORY. With RECORD=1, the bodies of their
+# engine that follows rules answers them, or a model: make test-clients MODEL=runs/tools_model/model. With RECORD=1, the bodies of their
 # requests are written into tests/clients/bodies. The last lines say which programs were tested, and which were not and why.
 test-clients: .venv-test/installed
 	MODEL="$(MODEL)" RECORD="$(RECORD)" .venv-test/bin/python -m pytest -n 0 tests/clients/test_programs.py -m clients --timeout 3600

@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-clients"
 SESSIONS = Path(__file__).parent / "sessions"
-LONGEST_SESSION = 600  # seconds
+LONGEST_SESSION = 1800  # seconds; a model needs minutes
 
 
 class UnavailableError(Exception):

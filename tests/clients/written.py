@@ -11,9 +11,9 @@ from typing import Any
 from benchmarks.tools_model.conversations import Conversation, Writer
 from tests.clients.programs import SESSIONS
 
-CHARACTERS = 4_000
+CHARACTERS = 1_500
 """The size of the list of tools, as JSON."""
-TURNS = 4
+TURNS = 3
 
 
 def written_for(program: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _declaration(function: dict[str, Any]) -> dict[str, Any]:
 
 def _commands() -> dict[str, Any]:
     conversation = _without_tools()
-    names = ["alpha", "beta", "alpha", "beta"]
+    names = ["alpha", "beta", "alpha"]
     forms = ('Use "exec_command" with {}', "Please call `exec_command` with the arguments {}")
     commands = [json.dumps({"cmd": f"cat {name}.txt"}) for name in names]
     notes = [conversation["notes"][name] for name in names]
