@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from specjax import chips
+from specjax import chips, stores
 from specjax.config import ConfigError, differences
 from specjax.drafters import chat_variables
 from specjax.drafters.base import Drafter
@@ -33,7 +33,7 @@ from specjax.progress import Wait, waiting
 from specjax.sampling import make_key
 from specjax.sharding import mesh_for
 from specjax.templates import settings_of
-from specjax.training import data, fingerprint, run_directory
+from specjax.training import data, fingerprint, run_directory, run_store
 from specjax.training.config import TrainConfig
 from specjax.training.contract import Batch, Metrics, StudentInputs, Windows
 from specjax.training.memory import peak_memory
@@ -55,14 +55,15 @@ from specjax.training.tokenizer import save_tokenizer
 from specjax.training.unusable import RecordTally
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig) -> Path | str:
     """Start or continue a training run.
 
     Args:
         config: the configuration of the run.
 
     Returns:
-        The directory of the best student, which its ``from_pretrained`` reads.
+        The directory of the best student, which its ``from_pretrained`` reads; a URL if
+        ``config.output`` is one.
 
     Raises:
         InputError: ``config.output`` has a run with another configuration, or the configuration is
@@ -93,8 +94,14 @@ def train(config: TrainConfig) -> Path:
         >>> specjax.Target.from_pretrained(best).config.num_layers
         1
     """
-    output, method = Path(config.output), config.method
-    run = _prepare(config)
+    with run_store.open_output(config.output) as place:
+        _train(config, place)
+    return place.best
+
+
+def _train(config: TrainConfig, place: run_store.RunOutput) -> None:
+    output, method = place.directory, config.method
+    run = _prepare(config, place)
     state, target, iterator = run.state, run.target, run.iterator
     # Folded, so that it is independent of the key of the initial weights.
     noise = jax.random.fold_in(make_key(config.seed), 2**31)
@@ -145,10 +152,12 @@ def train(config: TrainConfig) -> Path:
                         # this checkpoint would not repeat the export.
                         export("latest", state)
                         run_directory.save(checkpoints, state, iterator)
+                        place.publish(checkpoints.wait_until_finished)
                     if evaluations.due(step):
                         # The checkpoint must be complete if the evaluation ends the process.
                         checkpoints.wait_until_finished()
                         evaluations.run(step, state)
+                        place.publish(checkpoints.wait_until_finished)
                     # Evaluation and saving must not count as time of the next step.
                     figures.restart()
             finally:  # write the metrics of the last steps even if an error ends the run
@@ -156,7 +165,6 @@ def train(config: TrainConfig) -> Path:
     if jax.process_count() > 1:
         # The caller may read the files at once, so wait until the first process has written them.
         multihost_utils.sync_global_devices("specjax: trained")
-    return output / "best"
 
 
 @dataclass(frozen=True)
@@ -186,11 +194,11 @@ class _Run:
     fixed: dict[str, Any]
 
 
-def _prepare(config: TrainConfig) -> _Run:
+def _prepare(config: TrainConfig, place: run_store.RunOutput) -> _Run:
     """Prepare a run, and claim its output directory at the end, when all inputs are valid."""
     config.check()
     check_logging(config.logging)
-    output, method = Path(config.output), config.method
+    output, method = place.directory, config.method
     run_directory.refuse_foreign(output, config)
     mesh = mesh_for(config.mesh)
     compute = jnp.dtype(config.compute_dtype)
@@ -200,6 +208,9 @@ def _prepare(config: TrainConfig) -> _Run:
         config_json.check_whole(files)
         target = Target.from_pretrained(files, dtype=compute, mesh=mesh)
         data_config = replace(data_config, tokenizer=data_config.tokenizer or str(files.directory))
+    if stores.is_url(data_config.tokenizer):
+        tokenizer_directory = hub.locate(data_config.tokenizer, weights=False)
+        data_config = replace(data_config, tokenizer=str(tokenizer_directory))
     end = None if target is None else next(iter(target.config.eos_token_ids), None)
     held_out_by = run_directory.held_out_rule(output)
     tally = RecordTally(data_config.source, limit=data_config.max_unusable)
@@ -238,6 +249,7 @@ def _prepare(config: TrainConfig) -> _Run:
     iterator = data.batches(packed, config.data.batch, config.seed)
     claim = run_directory.Claim(digest, fingerprint.of_target(target), held_out_by)
     run_directory.claim(output, config, claim)
+    place.claim()
     if jax.process_index() == 0:
         tally.write(output / run_directory.UNUSABLE)
         show_batch(tokenizer, packed)
