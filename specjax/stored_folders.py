@@ -18,18 +18,20 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 from specjax.errors import InputError
 from specjax.files import naming_full_disk
 from specjax.progress import waiting
-from specjax.stores import Store, StoredObject, Version
+from specjax.stores import ReplacedError, Store, StoredObject, Version
 
 MANIFEST = "specjax.manifest.json"
 _FORMAT = "specjax folder 1"
 _VERSIONED = re.compile(r"(?:.*/)?v-[0-9a-f]{16}/.+", re.DOTALL)
 _THREADS = 4
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,13 @@ def fetch(url: str, argument: str, patterns: Sequence[str] = ("**",)) -> LocalCo
     Raises:
         InputError: There is no such folder, or it is incomplete: its upload has not ended.
     """
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(ReplacedError):  # the run has published meanwhile: read its new manifest
+            return _fetch(url, argument, patterns)
+    return _fetch(url, argument, patterns)
+
+
+def _fetch(url: str, argument: str, patterns: Sequence[str]) -> LocalCopy:
     match, is_object = re.search(r"[*?\[]", url), False
     if match:
         base = url[: match.start()].rpartition("/")[0]

@@ -41,6 +41,10 @@ class ChangedError(Exception):
     """A conditional write that did not happen, because the object has another version."""
 
 
+class ReplacedError(InputError):
+    """An object that was replaced or deleted while it was read."""
+
+
 class Version(NamedTuple):
     """The version of an object; of an S3 object the tag, of a Google object the generation too."""
 
@@ -122,7 +126,7 @@ class Store:
             try:
                 result = obstore.get(self._store, name)
             except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
+                if _lacks_bucket(error):
                     raise
                 return None
             version = Version(result.meta["e_tag"], result.meta["version"])
@@ -172,7 +176,7 @@ class Store:
         """Write an object to a file, which appears when it is complete.
 
         Raises:
-            InputError: Also if the object has been replaced or deleted.
+            ReplacedError: The object has been replaced or deleted.
         """
         import obstore
 
@@ -185,7 +189,7 @@ class Store:
                 options: Any = {**condition, "range": (begin, end)}
                 received = obstore.get(self._store, stored.name, options=options).bytes()
                 if len(received) != end - begin:
-                    raise self.error(f"{stored.name} has another size than before; try again")
+                    raise ReplacedError(f"{self._shown}: {_replaced(stored.name)}")
                 os.pwrite(content.fileno(), received, begin)
 
             with self._explaining(stored.name), ThreadPoolExecutor(_THREADS) as threads:
@@ -202,7 +206,7 @@ class Store:
             try:
                 obstore.delete(self._store, list(names))
             except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
+                if _lacks_bucket(error):
                     raise
 
     def error(self, reason: str) -> InputError:
@@ -220,7 +224,9 @@ class Store:
         except Exception as error:
             if not _is_of_store(error):
                 raise
-            raise self.error(_explain(error, self.scheme, self.bucket, name)) from error
+            if _was_replaced(error):
+                raise ReplacedError(f"{self._shown}: {_replaced(name)}") from error
+            raise self.error(_explain(error, self.scheme, self.bucket)) from error
 
 
 def _parts(url: str, argument: str) -> tuple[str, str, str]:
@@ -305,13 +311,28 @@ _REFUSED = (
 )
 
 
-def _explain(error: Exception, scheme: str, bucket: str, name: str) -> str:
-    """Return the reason of an error of obstore and its remedy, as one line."""
+def _was_replaced(error: Exception) -> bool:
+    """Return whether an object is not the one that was listed."""
     from obstore.exceptions import PreconditionError
 
+    is_absent = isinstance(error, FileNotFoundError) and not _lacks_bucket(error)
+    return is_absent or isinstance(error, PreconditionError)
+
+
+def _replaced(name: str) -> str:
+    return f"{name or 'an object'} was replaced or deleted while it was read; try again"
+
+
+def _lacks_bucket(error: Exception) -> bool:
+    text = str(error)
+    return "NoSuchBucket" in text or "The specified bucket does not exist" in text
+
+
+def _explain(error: Exception, scheme: str, bucket: str) -> str:
+    """Return the reason of an error of obstore and its remedy, as one line."""
     text = str(error)
     code = re.search(r"<Code>(\w+)</Code>", text)
-    if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
+    if _lacks_bucket(error):
         return f"the bucket {bucket!r} does not exist; create it, or check the spelling"
     if "169.254.169.254" in text or "metadata.google" in text or "TokenRequest" in text:
         return f"there are no credentials for {scheme}://; {_CREDENTIALS[scheme]}"
@@ -321,8 +342,6 @@ def _explain(error: Exception, scheme: str, bucket: str, name: str) -> str:
             f"the store refuses the credentials{reason}: they are wrong, or they do not allow this;"
             f" {_CREDENTIALS[scheme]}"
         )
-    if isinstance(error, PreconditionError | FileNotFoundError):
-        return f"{name or 'an object'} was replaced or deleted while it was read; try again"
     reason = " ".join(text.partition("Debug source")[0].split())[:300]
     endpoint = "AWS_ENDPOINT_URL and AWS_REGION" if scheme == "s3" else "GOOGLE_BASE_URL"
     return f"{reason}; check the network, and {endpoint}"
