@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from specjax.errors import InputError
@@ -131,13 +131,19 @@ def publish(
             threads.map(lambda entry: store.upload(entry[0], directory / entry[1]), missing.items())
         )
     writer = secrets.token_hex(16)
-    listed = {name: _without_tag(file) for name, file in files.items()}
-    content = json.dumps({"format": _FORMAT, "writer": writer, "files": listed}, indent=1)
-    version = store.write_if(
-        MANIFEST, content.encode(), None if replaces is None else replaces.version
-    )
+    content = manifest_text(files, writer).encode()
+    version = store.write_if(MANIFEST, content, None if replaces is None else replaces.version)
     store.delete(sorted(present - {file.object for file in files.values()}))
     return Manifest(files, writer, version)
+
+
+def manifest_text(files: Mapping[str, StoredFile], writer: str) -> str:
+    """Return the JSON of a manifest."""
+    listed = {
+        name: {"object": file.object, "size": file.size, "sha256": file.sha256}
+        for name, file in files.items()
+    }
+    return json.dumps({"format": _FORMAT, "writer": writer, "files": listed}, indent=1)
 
 
 def delete_remains(store: Store, manifest: Manifest) -> None:
@@ -170,10 +176,6 @@ def _local_files(directory: Path, part_of: Callable[[str], str]) -> dict[str, St
             stored = f"{part}/{version}/{below}" if part else f"{version}/{below}"
             files[name] = StoredFile(stored, (directory / name).stat().st_size, hashes[name])
     return files
-
-
-def _without_tag(file: StoredFile) -> dict[str, str | int]:
-    return {key: value for key, value in asdict(file).items() if key != "e_tag"}
 
 
 def _hash_of(file: Path) -> str:
