@@ -201,6 +201,9 @@ EXCEPTIONS = {
     ),
     "training.stored_windows.__init__": "writes into a directory that its caller replaces",
     "training.run_directory.__init__": "adds to a file that the next run goes on with",
+    "training.run_store._locked": "creates the file of a lock, and writes nothing",
+    "training.run_store.publish": "makes a directory that is removed after its upload",
+    "training.run_store._link": "copies into that directory",
 }
 """Functions that write in another way, and why that is right."""
 

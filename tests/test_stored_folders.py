@@ -100,13 +100,12 @@ def test_what_has_not_changed_is_not_sent_again(
     assert read(store.url) == {**OLD, "config.yaml": b"b"}
 
 
-@pytest.mark.represents("folders in buckets are whole")
 def test_an_upload_that_is_killed_anywhere_leaves_the_old_folder_or_the_new(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = write(tmp_path / "old", OLD), write(tmp_path / "new", NEW)
     monkeypatch.setattr(stored_folders, "_THREADS", 1)
-    bucket, seen = s3.make_bucket("killed"), []
+    bucket, outcomes = s3.make_bucket("killed"), []
     for number in range(len(NEW) + 3):
         store = Store(f"{bucket}/{number}", "output")
         first = put(store, old, None)
@@ -114,9 +113,9 @@ def test_an_upload_that_is_killed_anywhere_leaves_the_old_folder_or_the_new(
             kill_at(patch, number)
             try:
                 put(store, new, first)
-                seen.append("whole")
+                outcomes.append("whole")
             except Killed:
-                seen.append("killed")
+                outcomes.append("killed")
         is_published = number > len(NEW)
         assert read(store.url) == (NEW if is_published else OLD)
         # The next process removes what the killed one left, and puts its own folder there.
@@ -126,7 +125,7 @@ def test_an_upload_that_is_killed_anywhere_leaves_the_old_folder_or_the_new(
         stored_folders.delete_remains(store, second)
         assert read(store.url) == NEW
         assert len(store.objects()) == len(NEW) + 1
-    assert seen == ["killed"] * (len(NEW) + 2) + ["whole"]
+    assert outcomes == ["killed"] * (len(NEW) + 2) + ["whole"]
 
 
 def test_the_first_upload_of_a_folder_that_is_killed_leaves_no_folder(
@@ -142,7 +141,7 @@ def test_the_first_upload_of_a_folder_that_is_killed_leaves_no_folder(
 
 
 def test_a_folder_that_is_not_in_the_manifest_is_incomplete(s3: S3Server, tmp_path: Path) -> None:
-    """Its objects are there, as after a kill, and the manifest above does not name them."""
+    """The objects are there, as after a kill, and the manifest above does not name them."""
     store = Store(s3.make_bucket("incomplete") + "/run", "output")
     put(store, write(tmp_path, {"config.yaml": b"a"}), None)
     s3.put("incomplete", "run/best/v-0123456789abcdef/config.json", b"{}")

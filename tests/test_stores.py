@@ -21,7 +21,7 @@ from tests.buckets import S3Server
 
 
 class GoogleStub(BaseHTTPRequestHandler):
-    """As much of the XML API of Google's storage as a conditional write needs."""
+    """The part of the XML API of Google's storage that a conditional write needs."""
 
     objects: dict[str, tuple[bytes, int]]
     conditions: list[str]

@@ -1,4 +1,4 @@
-"""Where the directory of a run lies: on a disk, or in a bucket.
+"""The place of the directory of a run: a disk, or a bucket.
 
 A run in a bucket works in a local directory, because tensorstore, which writes the checkpoints,
 does not reach every server with the API of S3. At the beginning the directory is made equal to the
