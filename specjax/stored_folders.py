@@ -3,7 +3,7 @@
 ::
 
     specjax.manifest.json             the files of the folder: object, size and SHA-256 of each
-    best/v-0123456789abcdef/...       the objects of a subfolder; its version is a hash of them
+    best/v-0123456789abcdef/...       the objects of a version of a subfolder
 
 An object is never replaced by another content. A new content gets a new version, and the manifest
 is written last, in one conditional write. So a reader sees the old folder or the new one, and of
@@ -122,15 +122,16 @@ def publish(
         ChangedError: Another writer has replaced the manifest. The folder is as that one left it.
         InputError: The store cannot be written.
     """
-    files = _local_files(directory, part_of)
-    present = set() if replaces is None else {file.object for file in replaces.files.values()}
+    writer = secrets.token_hex(16)
+    earlier = {} if replaces is None else replaces.files
+    files = _local_files(directory, part_of, earlier, writer)
+    present = {file.object for file in earlier.values()}
     missing = {file.object: name for name, file in files.items() if file.object not in present}
     with ThreadPoolExecutor(_THREADS) as threads:
         # The list raises the first error of the uploads.
         list(
             threads.map(lambda entry: store.upload(entry[0], directory / entry[1]), missing.items())
         )
-    writer = secrets.token_hex(16)
     content = manifest_text(files, writer).encode()
     version = store.write_if(MANIFEST, content, None if replaces is None else replaces.version)
     store.delete(sorted(present - {file.object for file in files.values()}))
@@ -157,8 +158,17 @@ def is_remains(stored: StoredObject, objects: set[str]) -> bool:
     return stored.name not in objects and bool(_VERSIONED.fullmatch(stored.name))
 
 
-def _local_files(directory: Path, part_of: Callable[[str], str]) -> dict[str, StoredFile]:
-    """Return the files of a local directory, with the objects that they belong in."""
+def _local_files(
+    directory: Path,
+    part_of: Callable[[str], str],
+    earlier: Mapping[str, StoredFile],
+    writer: str,
+) -> dict[str, StoredFile]:
+    """Return the files of a local directory, with the objects that they belong in.
+
+    A subfolder that has not changed keeps its objects. Otherwise its version is one that no other
+    writer uses, even for the same content: an earlier process may still delete its objects.
+    """
     paths = sorted(
         path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()
     )
@@ -169,12 +179,17 @@ def _local_files(directory: Path, part_of: Callable[[str], str]) -> dict[str, St
         parts.setdefault(part_of(name), []).append(name)
     files: dict[str, StoredFile] = {}
     for part, members in parts.items():
-        listing = json.dumps([(name, hashes[name]) for name in members])
-        version = f"v-{hashlib.sha256(listing.encode()).hexdigest()[:16]}"
+        stored = {name: file for name, file in earlier.items() if part_of(name) == part}
+        if {name: file.sha256 for name, file in stored.items()} == {
+            name: hashes[name] for name in members
+        }:
+            files |= stored
+            continue
+        version = f"v-{hashlib.sha256(f'{writer} {part}'.encode()).hexdigest()[:16]}"
         for name in members:
             below = name.removeprefix(f"{part}/") if part else name
-            stored = f"{part}/{version}/{below}" if part else f"{version}/{below}"
-            files[name] = StoredFile(stored, (directory / name).stat().st_size, hashes[name])
+            place = f"{part}/{version}/{below}" if part else f"{version}/{below}"
+            files[name] = StoredFile(place, (directory / name).stat().st_size, hashes[name])
     return files
 
 

@@ -10,7 +10,7 @@ from specjax import stored_folders
 from specjax.errors import InputError
 from specjax.stored_folders import MANIFEST, Manifest, publish, read_manifest
 from specjax.stores import ChangedError, ReplacedError, Store
-from tests.buckets import S3Server
+from tests.buckets import GoogleStub, S3Server
 
 OLD = {"config.yaml": b"a", "best/config.json": b"old", "best/weights": b"1" * 5000}
 NEW = {"config.yaml": b"b", "best/config.json": b"new", "best/more": b"", "latest/weights": b"2"}
@@ -81,6 +81,24 @@ def test_a_folder_is_read_as_it_was_written(s3: S3Server, tmp_path: Path) -> Non
         f"runs/1/{MANIFEST}",
         "runs/1/v/config.yaml",
     ]
+
+
+def test_a_folder_of_google_is_read_as_it_was_written(
+    google: type[GoogleStub], tmp_path: Path
+) -> None:
+    store = Store("gs://bucket/runs/1", "output")
+    first = put(store, write(tmp_path / "old", OLD), None)
+    assert read(store.url) == OLD
+    put(store, write(tmp_path / "new", NEW), first)
+    assert read(store.url) == NEW
+    assert read(f"{store.url}/latest") == {"weights": b"2"}
+    with pytest.raises(ChangedError):
+        put(store, tmp_path / "old", first)
+    assert {name.partition("/v-")[0] for name in google.objects} == {
+        *("/bucket/runs/1", "/bucket/runs/1/best", "/bucket/runs/1/latest"),
+        f"/bucket/runs/1/{MANIFEST}",
+    }
+    assert google.conditions.count("none") == len(OLD) + len(NEW)
 
 
 def test_what_has_not_changed_is_not_sent_again(

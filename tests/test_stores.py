@@ -5,11 +5,8 @@ was used.
 """
 
 import importlib.util
-import json
 import re
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,63 +14,7 @@ import pytest
 from specjax import stores
 from specjax.errors import InputError
 from specjax.stores import ChangedError, ReplacedError, Store, is_url
-from tests.buckets import S3Server
-
-
-class GoogleStub(BaseHTTPRequestHandler):
-    """The part of the XML API of Google's storage that a conditional write needs."""
-
-    objects: dict[str, tuple[bytes, int]]
-    conditions: list[str]
-
-    def _answer(self, status: int, body: bytes = b"", generation: int = 0) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        if generation:
-            self.send_header("ETag", f'"{generation:x}"')
-            self.send_header("x-goog-generation", str(generation))
-            self.send_header("Last-Modified", "Sat, 28 Nov 2026 12:00:00 GMT")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_PUT(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        condition = self.headers.get("x-goog-if-generation-match")
-        self.conditions.append(condition or "none")
-        generation = self.objects.get(self.path, (b"", 0))[1]
-        if condition is not None and int(condition) != generation:
-            self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
-            return
-        generation += 1000
-        self.objects[self.path] = body, generation
-        self._answer(200, generation=generation)
-
-    def do_GET(self) -> None:
-        if self.path not in self.objects:
-            self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
-            return
-        body, generation = self.objects[self.path]
-        self._answer(200, body, generation)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-@pytest.fixture
-def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[GoogleStub]]:
-    pytest.importorskip("obstore")
-    handler = type("Google", (GoogleStub,), {"objects": {}, "conditions": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    key = {"gcs_base_url": url, "disable_oauth": True, "client_email": "", "private_key_id": ""}
-    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps({**key, "private_key": ""}))
-    monkeypatch.setenv("GOOGLE_BASE_URL", url)
-    yield handler
-    server.shutdown()
-    server.server_close()
-    thread.join()
+from tests.buckets import GoogleStub, S3Server
 
 
 def check_conditional_writes(store: Store) -> None:

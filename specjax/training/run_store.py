@@ -147,16 +147,15 @@ class _StoredOutput(RunOutput):
     def __init__(self, store: Store, directory: Path, manifest: Manifest | None) -> None:
         super().__init__(directory, f"{store.url}/best")
         self._store, self._manifest = store, manifest
-        self._is_claimed = False
+        # At first, there may be those of a process that was killed.
+        self._is_claimed, self._has_remains = False, True
         self._thread = ThreadPoolExecutor(1, "specjax upload")
         self._upload: Future[None] | None = None
 
     def claim(self) -> None:
         self.publish()
         self._finish()
-        assert self._manifest is not None
         self._is_claimed = True
-        stored_folders.delete_remains(self._store, self._manifest)
 
     def publish(self, complete: Callable[[], object] = lambda: None) -> None:
         complete()
@@ -175,8 +174,14 @@ class _StoredOutput(RunOutput):
                 f"output={self._store.url!r}: another process has begun or continued this run, and"
                 " it is that one's now; nothing of it was replaced"
             ) from None
+        except InputError:
+            self._has_remains = True
+            raise
         finally:
             shutil.rmtree(snapshot, ignore_errors=True)
+        if self._has_remains:
+            stored_folders.delete_remains(self._store, self._manifest)
+            self._has_remains = False
 
     def _finish(self) -> None:
         """Wait for the upload, and raise its error."""

@@ -195,6 +195,7 @@ def test_a_store_that_does_not_answer_for_a_while_ends_no_run(
         output.publish()  # it waits for the first, which has failed
         s3.before = lambda method, path: None
     assert published(url) == {"metrics.jsonl": b"1\n"}
+    assert len(s3.names("absent")) == 2  # nothing of the failed uploads
     assert any("the next upload will have everything" in str(warning) for warning in recwarn)
 
 
