@@ -15,6 +15,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SAYS_FULL = ("No space left on device", "StorageFull", "Disk quota exceeded")
 """Messages for a full disk in errors of libraries that write in Rust or C++."""
 
+_SCHEMES = {"s3:", "gs:", "gcs:", "az:", "abfs:", "hdfs:", "http:", "https:", "file:"}
+"""The first part of a path that was a URL: ``Path("s3://bucket")`` is ``s3:/bucket``."""
+
 _unfinished: dict[Path, Sequence[Path]] = {}
 """Scratch paths that are being written, each with the directories created for it (inside out)."""
 
@@ -170,6 +173,8 @@ def creating_parents(path: Path) -> Iterator[Sequence[Path]]:
 
     The created directories are yielded, the inner ones first.
     """
+    if path.parts[:1] and path.parts[0] in _SCHEMES:
+        raise InputError(f"{path}: a URL cannot be written here; give a local path")
     created = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -97,8 +97,8 @@ def load(
     All configurations are checked before any weights are read.
 
     Args:
-        target: a directory, a hub id, "embedded", or a loaded model. A loaded model needs
-            ``tokenizer`` too.
+        target: a directory, a hub id, a folder in a bucket (``s3://``, ``gs://``), "embedded", or a
+            loaded model. A loaded model needs ``tokenizer`` too.
         drafter: a drafter's name as on the command line, such as "Qwen/Qwen3-0.6B", "prompt-lookup"
             or "early-exit:4"; or a drafter object; None is plain decoding.
         tokenizer: a tokenizer of transformers, or its directory; by default the target's own.

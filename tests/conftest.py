@@ -64,7 +64,7 @@ from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.models.config import MLA, Layer, LinearAttention, ModelConfig, MoE, Rope
 from specjax.models.transformer import Target
 
-pytest_plugins = ["pytester", "tests.costs", "tests.tiers"]
+pytest_plugins = ["pytester", "tests.buckets", "tests.costs", "tests.tiers"]
 
 # Tracing makes very many small objects and little garbage: with Python's own thresholds, the search
 # for garbage takes 5% of the time.

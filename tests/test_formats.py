@@ -23,6 +23,7 @@ import pytest
 import safetensors.numpy
 
 import specjax
+from specjax import stored_folders
 from specjax.assets import embedded
 from specjax.chips import Chip
 from specjax.cli import client, env
@@ -329,6 +330,10 @@ def training_runs(folder: Path) -> Names:
     (beside,) = folder.iterdir()
     names_of[f"file {beside.name}"] = sorted(json.loads(beside.read_text()))
     names_of["state"] = [field.name for field in dataclasses.fields(TrainState)]  # pyright: ignore[reportArgumentType]
+    file = stored_folders.StoredFile("object", 1, "hash")
+    manifest = json.loads(stored_folders.manifest_text({"config.yaml": file}, "writer"))
+    names_of[stored_folders.MANIFEST] = list(manifest)
+    names_of["file of the manifest"] = list(manifest["files"]["config.yaml"])
     target = tiny_target()
     names_of["student target"] = _leaves(target)
     for name, method in METHODS.items():

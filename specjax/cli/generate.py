@@ -33,8 +33,8 @@ class GenerateConfig:
     """Generate text. It is printed while it is generated.
 
     Attributes:
-        target: the model to generate from, a directory or hub id; "embedded" is the small model
-            that comes with specjax.
+        target: the model to generate from, a directory, a hub id, or a folder in a bucket (s3://,
+            gs://); "embedded" is the small model that comes with specjax.
         drafter: the drafter as METHOD:WHERE, such as draft-model:Qwen/Qwen3-0.6B, early-exit:4
             (layers), prompt-lookup, or streaming:256 or snapkv:256 (the target with a KV cache of
             that many tokens). Also the directory or hub id of a checkpoint, whose config.json gives

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specjax import pipeline
+from specjax import pipeline, stores
 from specjax.cli import shards
 from specjax.cli.grammars import read_grammar
 from specjax.config import differences, dump_yaml, load_yaml
@@ -194,6 +194,11 @@ def _check(config: RegenerateConfig) -> Grammar | None:
         kind = "a folder for the shards" if config.shard else "a file that ends in .jsonl"
         raise InputError(
             f"source={config.source!r}, output={config.output!r}: give a data set, and {kind}"
+        )
+    if stores.is_url(config.output):
+        raise InputError(
+            f"output={config.output!r}: records are appended to a file; give a local path, or a"
+            " bucket that is mounted as a folder"
         )
     check_share("max_unusable", config.max_unusable)
     if config.limit < 0:

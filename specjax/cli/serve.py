@@ -31,8 +31,8 @@ class ServeConfig:
     There is also a page to try the model at /, and metrics for Prometheus at /metrics.
 
     Attributes:
-        target: the model to serve, a directory or hub id; "embedded" is the small model that comes
-            with specjax.
+        target: the model to serve, a directory, a hub id, or a folder in a bucket (s3://, gs://);
+            "embedded" is the small model that comes with specjax.
         drafter: the drafter, as for generate: METHOD:WHERE, or the directory or hub id of a
             checkpoint; "none" for plain decoding.
         drafts: draft shapes among which the engine chooses by load, such as none chain:3

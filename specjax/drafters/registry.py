@@ -20,7 +20,7 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from specjax import text
+from specjax import stores, text
 from specjax.drafters import chat_variables
 from specjax.drafters.base import RULES_PAGE, Drafter
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
@@ -408,8 +408,10 @@ def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
         _OWN_USAGE,
     ]
     usages = "; ".join(forms)
-    is_checkpoint = before == "embedded" or (
-        not colon and ("/" in name or os.path.isdir(os.path.expanduser(name)))
+    is_checkpoint = (
+        before == "embedded"
+        or stores.is_url(name)
+        or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))
     )
     if not is_checkpoint:
         hint = did_you_mean(kind, (*METHODS, *points, "embedded", "none"))

@@ -33,8 +33,8 @@ class Draft:
         levels: the depth of the deepest node of a ``grown`` tree. It is static.
         offered_by: ``[B, N, P]`` bool which of P drafters offered each node, in a draft that was
             merged (`specjax.drafts.union.merge`); otherwise None. No part offers the root.
-        is_packed: whether the nodes that a row has not drafted come last, so that it pays to compute
-            the first nodes alone; static. Chains need not state it.
+        is_packed: whether the nodes that a row has not drafted come last, so that it pays to
+            compute the first nodes alone; static. Chains need not state it.
 
     Examples:
         >>> from specjax.drafters import Draft

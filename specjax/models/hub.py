@@ -1,7 +1,8 @@
-"""Find a checkpoint: a local directory, a repository on Hugging Face's hub, or an embedded one."""
+"""Find a checkpoint: in a directory, in a bucket, on Hugging Face's hub, or an embedded one."""
 
 from pathlib import Path
 
+from specjax import stored_folders, stores
 from specjax.assets import embedded
 from specjax.models import directories
 from specjax.models.checkpoint_files import MEDUSA_WEIGHTS, TORCH_WEIGHTS, CheckpointFiles
@@ -37,16 +38,18 @@ def open_checkpoint(path: str | Path | CheckpointFiles, weights: bool = True) ->
 def locate(path: str | Path, weights: bool = True) -> Path:
     """Return the local directory of a checkpoint: ``path``, or the hub's snapshot of that id.
 
-    "embedded" is the target that comes with specjax, "embedded:draft" its draft model.
+    A folder in a bucket is copied into a cache; see `specjax.stored_folders.fetch`. "embedded" is
+    the target that comes with specjax, "embedded:draft" its draft model.
 
     Args:
-        path: a directory, a hub id of the form owner/name, or the name of an embedded checkpoint.
+        path: a directory, a hub id of the form owner/name, a folder in a bucket
+            (``s3://BUCKET/PATH`` or ``gs://BUCKET/PATH``), or the name of an embedded checkpoint.
         weights: whether to download the weights. False downloads only the small files: enough to
             check a checkpoint first.
 
     Raises:
         CheckpointError: ``path`` is neither a directory nor a repository that can be downloaded.
-        InputError: There is no such embedded checkpoint.
+        InputError: There is no such embedded checkpoint, or no such folder in a bucket.
 
     Examples:
         >>> from specjax.models import hub
@@ -57,6 +60,10 @@ def locate(path: str | Path, weights: bool = True) -> Path:
     if kind == "embedded":
         return embedded(which or "target")
     name = str(path)
+    small = ["*.json", "*.model", "*.jinja", "*.txt"]
+    if stores.is_url(name):
+        patterns = [f"**/{pattern}" for pattern in small]
+        return stored_folders.fetch(name, "checkpoint", ["**"] if weights else patterns).directory
     try:
         directory = Path(path).expanduser()
         if directory.is_dir():
@@ -71,7 +78,7 @@ def locate(path: str | Path, weights: bool = True) -> Path:
         raise CheckpointError(f"{name!r} is not a directory, nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.model", "*.jinja", "*.txt"] + ["*.safetensors"] * weights
+    patterns = small + ["*.safetensors"] * weights
 
     def fetch(patterns: list[str]) -> Path:
         # "consolidated" and "original" are second copies of the weights in other layouts.

@@ -148,8 +148,8 @@ class Target(OneLine, KeyedByClass):
         target and are not loaded.
 
         Args:
-            path: a directory with config.json and safetensors, or a hub id; or the opened files of
-                the checkpoint.
+            path: a directory with config.json and safetensors, a hub id, or a folder in a bucket
+                (``s3://``, ``gs://``); or the opened files of the checkpoint.
             dtype: the type of the params; by default float32 on CPU (bfloat16 products are several
                 times slower there) and bfloat16 elsewhere.
             mesh: the mesh to shard the params over (see `specjax.sharding`); each device reads only

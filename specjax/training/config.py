@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from specjax import stores
 from specjax.config import ConfigError
 from specjax.errors import check_minimum
 from specjax.training.methods import AnyMethod, Lm
@@ -21,11 +22,13 @@ class DataConfig:
 
     Attributes:
         source: ``stdlib`` (the source code of the running Python's standard library); a file, a
-            directory or a glob; or a data set of the Hugging Face hub, ``hf:OWNER/NAME``,
-            ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME@CONFIG:SPLIT``. A record of a JSONL, JSON or
-            Parquet file has ``text``, or a conversation in one of the usual forms, such as
-            ``messages`` or ``conversations``. Every other file is a text. If a record of ``specjax
-            regenerate`` has tokens of this tokenizer, they are used instead of its text.
+            directory or a glob, also in a bucket (``s3://BUCKET/PATH``, ``gs://BUCKET/PATH``), from
+            where files are copied into a cache; or a data set of the Hugging Face hub,
+            ``hf:OWNER/NAME``, ``hf:OWNER/NAME:SPLIT`` or ``hf:OWNER/NAME@CONFIG:SPLIT``. A record
+            of a JSONL, JSON or Parquet file has ``text``, or a conversation in one of the usual
+            forms, such as ``messages`` or ``conversations``. Every other file is a text. If a
+            record of ``specjax regenerate`` has tokens of this tokenizer, they are used instead of
+            its text.
         tokenizer: a directory with tokenizer.json. Empty: the target's tokenizer, or without a
             target a byte-level BPE tokenizer trained on the source.
         vocab_size: the vocabulary size of a tokenizer trained here.
@@ -124,7 +127,8 @@ class TrainConfig:
 
     Attributes:
         output: the directory of the run, see `specjax.training.run_directory`. The student is saved
-            in its folders ``best`` and ``latest``.
+            in its folders ``best`` and ``latest``. It may be a folder in a bucket
+            (``s3://BUCKET/PATH``, ``gs://BUCKET/PATH``), see `specjax.training.run_store`.
         method: the training method. Its ``name`` is set in the file and decides its other options.
         seed: the random seed of the initial weights, the order of the data and the noise of steps.
         steps: the number of optimizer steps. When a run continues, it may be larger than before.
@@ -201,6 +205,11 @@ class TrainConfig:
             raise ConfigError(
                 f"data.batch={self.data.batch}: must be a multiple of the {self.mesh[0]} devices of"
                 " mesh's data axis"
+            )
+        if stores.is_url(self.data.cache):
+            raise ConfigError(
+                f"data.cache={self.data.cache!r}: the windows are read as memory maps; give a local"
+                " directory"
             )
         self.method.check(self.data.window)
 

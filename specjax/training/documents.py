@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specjax import stored_folders, stores
 from specjax.config import ConfigError
 from specjax.progress import say
 from specjax.training import written
@@ -50,12 +51,15 @@ def find_files(source: str, argument: str = "data.source") -> list[Path]:
     are hidden files and READMEs, unless the source is the name of the file itself.
 
     Args:
-        source: "stdlib", a file, a directory or a glob.
+        source: "stdlib", a file, a directory or a glob, also in a bucket (``s3://``, ``gs://``):
+            its files are copied into a cache.
         argument: the name of the argument, for messages.
 
     Raises:
         ConfigError: The source has no files.
     """
+    root: Path | None = None
+    is_file = Path(source).is_file()
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [
@@ -63,8 +67,12 @@ def find_files(source: str, argument: str = "data.source") -> list[Path]:
             for f in root.rglob("*.py")
             if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)
         ]
+    elif stores.is_url(source):
+        fetched = stored_folders.fetch(source, argument)
+        root, files, is_file = fetched.directory, list(fetched.files), fetched.is_object
     elif Path(source).is_dir():
-        files = [f for f in Path(source).rglob("*") if f.is_file()]
+        root = Path(source)
+        files = [f for f in root.rglob("*") if f.is_file()]
     else:
         files = [Path(f) for f in glob.glob(source, recursive=True) if Path(f).is_file()]
     if source != "stdlib":
@@ -75,20 +83,22 @@ def find_files(source: str, argument: str = "data.source") -> list[Path]:
                 f" {', '.join(sorted(unfinished))}"
             )
         files = [file for file in files if not written.is_beside(file)]
-        if not Path(source).is_file():
-            files = _without_descriptions(files, source, argument)
+        if not is_file:
+            files = _without_descriptions(files, source, argument, root)
     if not files:
         raise ConfigError(
             f"{argument}={source!r}: it has no files; give 'stdlib', a file, a directory, a glob,"
-            " hf:OWNER/NAME"
+            " s3://BUCKET/PATH, gs://BUCKET/PATH, hf:OWNER/NAME"
         )
     return sorted(files)
 
 
-def _without_descriptions(files: Sequence[Path], source: str, argument: str) -> list[Path]:
+def _without_descriptions(
+    files: Sequence[Path], source: str, argument: str, root: Path | None
+) -> list[Path]:
     """Return the files without hidden ones and READMEs, and print the names of READMEs."""
     # Folders above the source may be hidden: a cache is often below ~/.cache.
-    depth = len(Path(source).parts) if Path(source).is_dir() else 0
+    depth = len(root.parts) if root is not None else 0
     shown = [
         file
         for file in files

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from specjax import chips
+from specjax import chips, stores
 from specjax.config import ConfigError, differences
 from specjax.drafters import chat_variables
 from specjax.drafters.base import Drafter
@@ -36,7 +36,7 @@ from specjax.progress import Wait, say, waiting
 from specjax.sampling import make_key
 from specjax.sharding import mesh_for, to_host
 from specjax.templates import settings_of
-from specjax.training import data, fingerprint, run_directory
+from specjax.training import data, fingerprint, run_directory, run_store
 from specjax.training.config import TrainConfig
 from specjax.training.contract import Batch, Metrics, StudentInputs, Windows
 from specjax.training.memory import peak_memory
@@ -60,7 +60,7 @@ from specjax.training.tokenizer import save_tokenizer
 from specjax.training.unusable import RecordTally
 
 
-def train(config: TrainConfig, stop: StopRequest | None = None) -> Path:
+def train(config: TrainConfig, stop: StopRequest | None = None) -> Path | str:
     """Start or continue a training run.
 
     Args:
@@ -69,8 +69,9 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> Path:
             The same call continues the run then. The first step is not interrupted in this way.
 
     Returns:
-        The directory of the best student, which its ``from_pretrained`` reads. A run that was
-        stopped before its first evaluation has no such directory yet.
+        The directory of the best student, which its ``from_pretrained`` reads; a URL if
+        ``config.output`` is one. A run that was stopped before its first evaluation has no such
+        directory yet.
 
     Raises:
         InputError: ``config.output`` has a run with another configuration, or the configuration is
@@ -103,8 +104,13 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> Path:
         >>> specjax.Target.from_pretrained(best).config.num_layers
         1
     """
-    output = Path(config.output)
-    run, stop = _prepare(config), stop or StopRequest()
+    with run_store.open_output(config.output) as place:
+        _train(config, place, stop or StopRequest())
+    return place.best
+
+
+def _train(config: TrainConfig, place: run_store.RunOutput, stop: StopRequest) -> None:
+    output, run = place.directory, _prepare(config, place)
     state, target, iterator = run.state, run.target, run.iterator
     agreement = Agreement(stop, run.mesh)
     # Folded, so that it is independent of the key of the initial weights.
@@ -147,11 +153,13 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> Path:
                     _refuse_non_finite(step, state, run.mesh, config.output)
                     if saves.due(step) and not stops:
                         saves.save(step, state, figures.seconds)
+                        place.publish(checkpoints.wait_until_finished)
                     if evaluations.due(step) and not stops:
                         # The checkpoint must be complete if the evaluation ends the process.
                         checkpoints.wait_until_finished()
                         # A run that continues makes up for an evaluation that is interrupted.
                         stops = not evaluations.run(step, state)
+                        place.publish(checkpoints.wait_until_finished)
                     if stops:
                         saves.save(step, state, figures.seconds, is_last=True)
                         stop.stopped_after = step
@@ -163,7 +171,6 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> Path:
     if jax.process_count() > 1:
         # The caller may read the files at once, so wait until the first process has written them.
         multihost_utils.sync_global_devices("specjax: trained")
-    return output / "best"
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,7 @@ class _Run:
     """The parts of a run before its first step.
 
     Attributes:
+        directory: the directory that the run writes.
         state: the state before the first step.
         target: the frozen target, or None.
         mesh: the mesh; None for one device.
@@ -184,6 +192,7 @@ class _Run:
         changes: the differences to it that a run which continues may have.
     """
 
+    directory: Path
     state: TrainState
     target: Target | None
     mesh: Mesh | None
@@ -197,11 +206,11 @@ class _Run:
     changes: list[str]
 
 
-def _prepare(config: TrainConfig) -> _Run:
+def _prepare(config: TrainConfig, place: run_store.RunOutput) -> _Run:
     """Prepare a run, and claim its output directory at the end, when all inputs are valid."""
     config.check()
     check_logging(config.logging)
-    output, method = Path(config.output), config.method
+    output, method = place.directory, config.method
     earlier = run_directory.stored_config(output)
     changes = run_directory.refuse_foreign(output, config)
     mesh = mesh_for(config.mesh)
@@ -212,6 +221,9 @@ def _prepare(config: TrainConfig) -> _Run:
         config_json.check_whole(files)
         target = Target.from_pretrained(files, dtype=compute, mesh=mesh)
         data_config = replace(data_config, tokenizer=data_config.tokenizer or str(files.directory))
+    if stores.is_url(data_config.tokenizer):
+        tokenizer_directory = hub.locate(data_config.tokenizer, weights=False)
+        data_config = replace(data_config, tokenizer=str(tokenizer_directory))
     end = None if target is None else next(iter(target.config.eos_token_ids), None)
     held_out_by = run_directory.held_out_rule(output)
     tally = RecordTally(data_config.source, limit=data_config.max_unusable)
@@ -247,6 +259,7 @@ def _prepare(config: TrainConfig) -> _Run:
     iterator = data.batches(packed, config.data.batch, config.seed)
     claim = run_directory.Claim(digest, fingerprint.of_target(target), held_out_by)
     run_directory.claim(output, config, claim)
+    place.claim()
     if jax.process_index() == 0:
         tally.write(output / run_directory.UNUSABLE)
         show_batch(tokenizer, packed)
@@ -259,6 +272,7 @@ def _prepare(config: TrainConfig) -> _Run:
     variables = None if chat_tokenizer is None else settings_of(chat_tokenizer)
     directory = data_config.tokenizer
     return _Run(
+        directory=output,
         state=state,
         target=target,
         mesh=mesh,
@@ -537,7 +551,7 @@ def _say_times(step_seconds: float, save_seconds: float) -> None:
 
 def _export(config: TrainConfig, run: _Run, name: str, state: TrainState) -> None:
     """Save the student of a state under a name."""
-    folder = Path(config.output) / name
+    folder = run.directory / name
     state.student.save_pretrained(folder, dtype=jnp.dtype(config.export_dtype))
     if jax.process_index() != 0:
         return

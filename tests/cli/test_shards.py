@@ -150,6 +150,9 @@ def test_what_cannot_be_is_refused(tiny_pair, source, tmp_path, capsys) -> None:
         "--output", "out.jsonl", "--shard", "0/2"
     )
     assert "give a data set, and a file that ends in .jsonl" in refused("--output", str(folder))
+    assert "records are appended to a file; give a local path" in refused(
+        "--output", "s3://bucket/out.jsonl"
+    )
     assert "missing=2: give the number of all shards, their folder" in refused(
         "--missing", "2", "--shard", "0/2"
     )

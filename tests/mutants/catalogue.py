@@ -1836,8 +1836,8 @@ CATALOGUE = (
     Mutant(
         name="choice-by-tokens-alone",
         file="specjax/serving/choice.py",
-        old="return self.tokens_a_step(index, predicted) / self.seconds[width, index]",
-        new="return self.tokens_a_step(index, predicted)",
+        old="return self.tokens_a_step(index, predicted, drafting) / self.seconds[width, index]",
+        new="return self.tokens_a_step(index, predicted, drafting)",
         tests=("tests/serving/test_choice.py::test_each_load_has_its_own_draft",),
         breaks="The draft with the most tokens a step is taken, however long the step.",
     ),
@@ -2090,5 +2090,33 @@ CATALOGUE = (
             "tests/training/test_packing.py::test_documents_are_whole_or_cut_into_windows[1024-64-None]",
         ),
         breaks="A document of a window is held to the first token of the next one.",
+    ),
+    Mutant(
+        name="a-manifest-replaces-whatever-is-there",
+        file="specjax/stored_folders.py",
+        old="version = store.write_if(MANIFEST, content, None if replaces is None else replaces.version)",
+        new="version = store.write_if(MANIFEST, content, getattr(read_manifest(store), 'version', None))",
+        tests=(
+            "tests/test_stored_folders.py::test_of_two_writers_the_one_that_comes_second_is_refused",
+        ),
+        breaks="A process whose run was continued elsewhere replaces the files of that run.",
+    ),
+    Mutant(
+        name="old-objects-go-before-the-manifest",
+        file="specjax/stored_folders.py",
+        old="content = manifest_text(files, writer).encode()",
+        new="content = manifest_text(files, writer).encode(); store.delete(sorted(present))",
+        tests=(
+            "tests/test_stored_folders.py::test_an_upload_that_is_killed_anywhere_leaves_the_old_folder_or_the_new",
+        ),
+        breaks="An upload that is killed leaves a manifest of objects that are gone.",
+    ),
+    Mutant(
+        name="an-objects-hash-is-not-compared",
+        file="specjax/stored_folders.py",
+        old="if file.sha256 and _hash_of(path) != file.sha256:",
+        new="if file.sha256 and path.stat().st_size != file.size:",
+        tests=("tests/test_stored_folders.py::test_an_object_with_another_content_is_refused",),
+        breaks="A file of a bucket with another content and the same size is taken for the stated one.",
     ),
 )
