@@ -81,7 +81,7 @@ def test_what_is_uploaded_is_of_the_moment_of_the_call(s3: S3Server) -> None:
     def wait(method: str, path: str) -> None:
         if method == "PUT" and "/v-" in path:
             uploads.append(path)
-            assert go_on.wait(60)
+            go_on.wait()
 
     with open_output(url) as output:
         output.claim()
@@ -103,14 +103,11 @@ def test_what_is_uploaded_is_of_the_moment_of_the_call(s3: S3Server) -> None:
 
 def _wait_for_files(url: str, count: int) -> dict[str, bytes]:
     pause = threading.Event()
-    for _ in range(600):
-        try:
+    while True:  # the limit of every test ends it
+        with suppress(InputError):  # the manifest has no files yet
             if len(files := published(url)) == count:
                 return files
-        except InputError:  # the manifest has no files yet
-            pass
         pause.wait(0.1)
-    raise AssertionError("nothing was published in a minute")
 
 
 def test_of_two_runs_that_claim_an_output_one_is_refused(
@@ -330,7 +327,7 @@ def at_request(s3: S3Server, matches: Callable[[str, str], bool]) -> threading.E
     def before(method: str, path: str) -> int | None:
         if reached.is_set() or matches(method, path):
             reached.set()
-            forever.wait(30)
+            forever.wait(30)  # a killed process does not hear the answer
             return 503
         return None
 
@@ -375,7 +372,8 @@ def test_a_run_that_is_killed_in_an_upload_continues_bit_for_bit(
         stderr=subprocess.DEVNULL,
     )
     try:
-        assert reached.wait(120), "the run did not come to this request"
+        while not reached.wait(0.1):  # the limit of every test ends it
+            assert process.poll() is None, "the run did not come to this request"
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         s3.before = lambda method, path: None
@@ -411,7 +409,7 @@ def test_a_server_serves_a_student_from_a_bucket(
     try:
         body = {"model": f"{url}/best", "prompt": "line 1", "max_tokens": 8}
         answer: Any = None
-        for _ in range(1200):
+        while True:  # the limit of every test ends it
             assert process.poll() is None, log.read_text()
             with suppress(httpx2.TransportError):  # it does not listen yet
                 answer = httpx2.post(
@@ -420,7 +418,6 @@ def test_a_server_serves_a_student_from_a_bucket(
             if answer is not None and answer.status_code != 503:  # the models are loaded
                 break
             threading.Event().wait(0.1)
-        assert answer is not None, log.read_text()
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 8
     finally:
