@@ -52,7 +52,7 @@ def test_nobody_works_when_the_work_is_done(lock, monkeypatch) -> None:
 
 def test_an_owner_on_another_machine_keeps_the_lock_while_it_writes(lock, monkeypatch) -> None:
     lock.write_text("elsewhere 7 0")
-    last = 1000.0
+    last = 200.0
 
     def look() -> None:
         if clock.now < last:
