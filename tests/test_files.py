@@ -201,7 +201,7 @@ EXCEPTIONS = {
     ),
     "training.stored_windows.__init__": "writes into a directory that its caller replaces",
     "training.stored_windows.write": "writes into a directory that its caller replaces",
-    "training.cache_lock._beat": "is a sign of life, whose content nobody needs",
+    "training.cache_lock._write_sign": "is a sign of life, whose content nobody needs",
     "training.run_directory.__init__": "adds to a file that the next run goes on with",
     "training.run_store._locked": "creates the file of a lock, and writes nothing",
     "training.run_store.publish": "makes a directory that is removed after its upload",

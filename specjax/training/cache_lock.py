@@ -81,10 +81,14 @@ class _Owner:
         beats = 0
         while not self._is_over.wait(_BEAT):
             beats += 1
-            # Without this check, an owner that was suspended would take its successor's lock.
-            if _is_mine(_read(self._lock)):
-                with suppress(OSError):
-                    self._lock.write_text(f"{_identity()} {beats}")
+            _write_sign(self._lock, beats)
+
+
+def _write_sign(lock: Path, beats: int) -> None:
+    """Write a sign of life, unless another process has taken the lock over."""
+    if _is_mine(_read(lock)):
+        with suppress(OSError):
+            lock.write_text(f"{_identity()} {beats}")
 
 
 def _create(lock: Path) -> bool:
