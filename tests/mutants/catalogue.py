@@ -2032,26 +2032,6 @@ CATALOGUE = (
         breaks="A document of a window reads the ones before it.",
     ),
     Mutant(
-        name="nan-gradients-are-trained-on",
-        file="specjax/training/loop.py",
-        old='_check_finite(step, values, ("loss", "gradient_norm"), self._output)',
-        new='_check_finite(step, values, ("loss",), self._output)',
-        tests=(
-            "tests/training/test_non_finite.py::test_a_run_ends_at_the_step_whose_loss_or_gradients_are_nan[gradients]",
-        ),
-        breaks="A training whose gradients are NaN takes one step more, and reports another step.",
-    ),
-    Mutant(
-        name="weights-with-infinity-are-saved",
-        file="specjax/training/step.py",
-        old="return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))",
-        new="return jnp.any(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))",
-        tests=(
-            "tests/training/test_non_finite.py::test_weights_that_are_not_finite_are_never_saved",
-        ),
-        breaks="Weights of which some are infinite become a checkpoint and a student.",
-    ),
-    Mutant(
         name="second-signal-is-swallowed",
         file="specjax/training/stopping.py",
         old="return now - self._requested_at < _SECONDS_OF_ONE_SIGNAL",
