@@ -14,6 +14,7 @@ loss (accuracy, acceptance rate), which ours does not compute, are left out of t
 ``--their-metrics`` is given.
 """
 
+import importlib
 import json
 import os
 import statistics
@@ -190,8 +191,9 @@ def ours(
 @contextmanager
 def without_triton() -> Iterator[None]:
     """Let modules define kernels for GPUs while they are imported where Triton is not installed."""
-    import torch._dynamo
-    import torch._inductor.compile_fx  # it looks for Triton, too, and must not see ours
+    # These look for Triton, too, and must not see ours.
+    for name in ("torch._dynamo", "torch._inductor.compile_fx"):
+        importlib.import_module(name)
 
     language = types.ModuleType("triton.language")
     language.constexpr = object  # pyright: ignore[reportAttributeAccessIssue]
@@ -278,21 +280,22 @@ def their_eagle3(
 
     module, _, draft, _ = import_specforge(config.specforge)
     layer = drafter.config.layer
+    sizes: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": layer.norm_eps,
+        "rope_theta": layer.rope.theta,
+        "max_position_embeddings": 2 * config.window,
+        "pad_token_id": 0,
+        "hidden_act": "silu",
+    }
     model = draft.LlamaForCausalLMEagle3(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            draft_vocab_size=config.draft_vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=layer.intermediate_size,
-            num_attention_heads=layer.num_heads,
-            num_key_value_heads=layer.num_kv_heads,
-            num_hidden_layers=1,
-            rms_norm_eps=layer.norm_eps,
-            rope_theta=layer.rope.theta,
-            max_position_embeddings=2 * config.window,
-            pad_token_id=0,
-            hidden_act="silu",
-        ),
+        LlamaConfig(**sizes),
         attention_backend="sdpa",
     )
     load_weights(model, tensors_of(drafter))
@@ -363,20 +366,21 @@ def their_dflash(
 
     _, module, draft, _ = import_specforge(config.specforge)
     layer = drafter.config.layer
-    settings = Qwen3Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        num_attention_heads=layer.num_heads,
-        num_key_value_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        num_hidden_layers=layer.num_layers,
-        rms_norm_eps=layer.norm_eps,
-        rope_theta=layer.rope.theta,
-        max_position_embeddings=2 * config.window,
-        attn_implementation="sdpa",
-        tie_word_embeddings=False,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "num_hidden_layers": layer.num_layers,
+        "rms_norm_eps": layer.norm_eps,
+        "rope_theta": layer.rope.theta,
+        "max_position_embeddings": 2 * config.window,
+        "attn_implementation": "sdpa",
+        "tie_word_embeddings": False,
+    }
+    settings = Qwen3Config(**sizes)
     settings.num_target_layers = target.config.num_layers
     settings.block_size = config.block_size
     settings.dflash_config = {
@@ -398,7 +402,7 @@ def their_dflash(
     valid = np.cumprod(valid, axis=-1).astype(bool)
     places = blocks.draw_places(batch["key"], jnp.asarray(valid[..., 0]), config.anchors)
     places = np.sort(np.asarray(places), axis=-1)
-    anchors, kept = torch.tensor(places + 1), torch.ones(places.shape, dtype=torch.bool)
+    anchors, is_block = torch.tensor(places + 1), torch.ones(places.shape, dtype=torch.bool)
 
     # The last token has no hidden state, and no block sees one.
     taps = np.pad(tensors.taps.reshape(*tensors.taps.shape[:2], -1), ((0, 0), (0, 1), (0, 0)))
@@ -421,7 +425,7 @@ def their_dflash(
             loss_decay_gamma=gamma,
             objective_chunk_blocks=chunk,
         )
-        objective._sample_anchor_positions = lambda *arguments: (anchors, kept)
+        objective._sample_anchor_positions = lambda *arguments: (anchors, is_block)
 
         def loss(objective: Any = objective) -> Any:
             return objective(**inputs)[0]

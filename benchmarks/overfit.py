@@ -1,4 +1,4 @@
-"""How far each training method gets on a few texts that it sees in every step.
+"""The acceptance of each training method on a few texts that it sees in every step.
 
     python -m benchmarks.overfit
 
@@ -104,7 +104,7 @@ def all_methods(target: str) -> dict[str, TrainingMethod]:
         methods.PEagleTraining(target=target, layers=1, depths=depth),
         methods.MTPTraining(target=target, steps=depth),
         methods.MedusaTraining(target=target, heads=depth),
-        methods.MoATraining(target=target, shortest_block=depth, longest_block=depth),
+        methods.MoATraining(target=target, shortest_block=depth, longest_block=14),
         methods.Gemma4AssistantTraining(
             target=target, hidden_size=192, intermediate_size=512, layers=1, steps=depth
         ),
@@ -120,18 +120,12 @@ def all_methods(target: str) -> dict[str, TrainingMethod]:
 
 
 def own_texts(target: Target, tokenizer: Any, texts: int, window: int) -> Windows:
-    """Return windows that the target has written greedily. Their prompts do not count.
-
-    Raises:
-        InputError: There are fewer prompts.
-    """
-    if not 1 <= texts <= len(PROMPTS):
-        raise InputError(f"texts={texts}: give 1 to {len(PROMPTS)}")
+    """Return windows that the target has written greedily. Their prompts do not count."""
     prompts = np.array(
         [text.encode(tokenizer, prompt)[:PROMPT_TOKENS] for prompt in PROMPTS[:texts]]
     )
-    written = specjax.generate(target, None, prompts, max_new_tokens=window + 1 - PROMPT_TOKENS)
-    tokens = np.asarray(written.tokens)
+    result = specjax.generate(target, None, prompts, max_new_tokens=window + 1 - PROMPT_TOKENS)
+    tokens = np.asarray(result.tokens)
     return {
         "tokens": tokens.astype(np.int32),
         "segments": np.zeros(tokens.shape, np.int32),
@@ -142,17 +136,13 @@ def own_texts(target: Target, tokenizer: Any, texts: int, window: int) -> Window
 
 
 @jax.jit
-def as_draft_model(
-    student: Target, batch: Batch, target: Target
-) -> Mapping[str, Mean]:
+def as_draft_model(student: Target, batch: Batch, target: Target) -> Mapping[str, Mean]:
     """Return the metrics of a model that drafts for the target."""
     logits = student.head(read(student, batch)[0].hidden)
     expected = target.head(read(target, batch)[0].hidden)
     right, accepted = agreement(logits, expected)
     # From place t, step k predicts what the model predicts at place t + 1 + k.
-    steps = (
-        (ahead(right, 1 + step), ahead(accepted, 1 + step)) for step in range(SIMULATED_STEPS)
-    )
+    steps = ((ahead(right, 1 + step), ahead(accepted, 1 + step)) for step in range(SIMULATED_STEPS))
     return chain_metrics(batch, steps)
 
 
@@ -175,7 +165,7 @@ def overfit(
 ) -> dict[str, float]:
     """Train a method, and return the acceptance lengths before and after, and the seconds."""
     counts = np.bincount(windows["tokens"].reshape(-1), minlength=target.config.vocab_size)
-    inputs = StudentInputs(tokenizer, counts, target)
+    inputs = StudentInputs(tokenizer.backend_tokenizer, counts, target)
     student: Any = method.init(jax.random.key(config.seed), inputs)
     optimizer = make_optimizer(
         OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=20, weight_decay=0.0),
@@ -206,6 +196,8 @@ def run(config: OverfitConfig) -> dict[str, dict[str, float]]:
     for name in names:
         if name not in available:
             raise InputError(f"methods={name!r}: give some of {', '.join(available)}")
+    if not 1 <= config.texts <= len(PROMPTS):
+        raise InputError(f"texts={config.texts}: give 1 to {len(PROMPTS)}")
     source = hub.locate(config.target, weights=True)
     target, tokenizer = Target.from_pretrained(source), text.load_tokenizer(source)
     target = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), target)
@@ -226,7 +218,14 @@ def main(config: OverfitConfig) -> None:
     """Print the table."""
     results = run(config)
     table = Table(
-        "method", "before", "after", "bound", "share", "at temperature 1", "seconds", title="overfit"
+        "method",
+        "before",
+        "after",
+        "bound",
+        "share",
+        "at temperature 1",
+        "seconds",
+        title="overfit",
     )
     for name, result in results.items():
         mark = "" if result["share"] >= config.enough else " *"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import get_args
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from benchmarks import (
     few_rows,
     long_context,
     messages,
+    objectives,
+    overfit,
     peers,
     synthetic,
     train,
@@ -28,6 +31,7 @@ from benchmarks import (
 from specjax.errors import InputError
 from specjax.evaluation.metrics import summarise
 from specjax.models.published import PUBLISHED
+from specjax.training.methods import AnyMethod
 from tests.conftest import tiny_config, tiny_target
 
 SMALL = {"inflate": (0, 0, 0), "new_tokens": 12, "repeats": 2, "context": (16,)}
@@ -476,3 +480,44 @@ def test_drafts_of_every_depth_are_timed(tiny_pair, tmp_path, capsys) -> None:
     ]
     assert all(len(row["milliseconds"]) == 2 and min(row["milliseconds"]) > 0 for row in results)
     assert "3 / 1" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_heads_learn_a_text_by_heart() -> None:
+    """Medusa's heads reach the whole chain on the one text that they are trained on."""
+    config = overfit.OverfitConfig(methods=("medusa",), texts=1, window=24, steps=60)
+    result = overfit.run(config)["medusa"]
+    assert result["before"] < 2
+    assert result["share"] > 0.95
+
+
+def test_every_registered_method_is_overfit() -> None:
+    names = {method.name for method in get_args(AnyMethod)}
+    assert set(overfit.all_methods("embedded")) == names
+    for method in overfit.all_methods("embedded").values():
+        method.check(window=48)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"methods": ("eagle9",)}, "methods='eagle9': give some of lm, "), ({"texts": 9}, "texts=9")],
+)
+def test_what_cannot_be_overfit_is_refused(changes, words) -> None:
+    with pytest.raises(InputError, match=words):
+        overfit.run(overfit.OverfitConfig(**changes))
+
+
+def test_objectives_need_a_checkout_of_specforge(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"has no specforge/core/loss\.py; give a checkout"):
+        objectives.import_specforge(str(tmp_path))
+
+
+def test_results_that_differ_are_not_timed() -> None:
+    result = 2.0, {"fc.weight": np.ones(3)}
+    half = 1.0, {"fc.weight": np.full(3, 0.5)}
+    differences = objectives.check_equal("theirs", result, half, factor=2.0)
+    assert differences == {"loss": 0.0, "gradients": 0.0}
+    with pytest.raises(InputError, match=r"theirs: the losses differ by 5\.0e-01"):
+        objectives.check_equal("theirs", result, half, factor=1.0)
+    with pytest.raises(InputError, match=r"the tensors differ: \{'fc.weight'\}"):
+        objectives.check_equal("theirs", result, (2.0, {}), factor=1.0)

@@ -195,6 +195,33 @@ def test_a_device_sorts_its_rows_tokens_for_its_own_experts(kind, mesh) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mesh", [None, (1, 2), (2, 1)])
+def test_gradients_are_those_of_a_dense_sum(mesh) -> None:
+    """The sum has no loop, no block and no code of the mixture: all experts, times a matrix."""
+    config, layer = layer_of(PLAIN)
+    x = jnp.concatenate([tokens_of(config), -tokens_of(config)])
+
+    def dense(layer, x):
+        scores = jax.nn.softmax(x @ layer["router"])
+        weights, chosen = jax.lax.top_k(scores, PLAIN.experts_per_token)
+        shares = (jax.nn.one_hot(chosen, PLAIN.num_experts) * weights[..., None]).sum(axis=-2)
+        gate = jnp.einsum("bth,ehi->btei", x, layer["experts_gate"])
+        up = jnp.einsum("bth,ehi->btei", x, layer["experts_up"])
+        return jnp.einsum(
+            "btei,eih,bte->bth", jax.nn.silu(gate) * up, layer["experts_down"], shares
+        )
+
+    expected = jax.jit(
+        jax.grad(lambda layer, x: jnp.sum(jnp.tanh(dense(layer, x))), argnums=(0, 1))
+    )(layer, x)
+    if mesh is not None:
+        mesh = sharding.make_mesh(*mesh)
+        declared = params.declare_layer(config, "", 1)
+        layer = jax.device_put(layer, params.shardings(declared, mesh, config.axis_units))
+    assert_near(gradients(layer, config, x, mesh), expected, 1e-5)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "form", [Form("int8"), Form("int4", group=16), Form("int8", activations=8)]
 )
