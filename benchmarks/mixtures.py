@@ -73,7 +73,7 @@ def compiled_floor(
 
     def run(experts: Params, x: jax.Array) -> jax.Array:
         counts = jnp.ones(rows, bool)
-        return jax.lax.map(lambda pair: unit(*pair, counts), (experts, x))
+        return jax.lax.map(lambda pair: unit(pair[0], pair[1], counts), (experts, x))
 
     def loss(experts: Params, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(run(experts, x)))

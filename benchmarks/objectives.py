@@ -280,21 +280,22 @@ def their_eagle3(
 
     module, _, draft, _ = import_specforge(config.specforge)
     layer = drafter.config.layer
+    sizes: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": layer.norm_eps,
+        "rope_theta": layer.rope.theta,
+        "max_position_embeddings": 2 * config.window,
+        "pad_token_id": 0,
+        "hidden_act": "silu",
+    }
     model = draft.LlamaForCausalLMEagle3(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            draft_vocab_size=config.draft_vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=layer.intermediate_size,
-            num_attention_heads=layer.num_heads,
-            num_key_value_heads=layer.num_kv_heads,
-            num_hidden_layers=1,
-            rms_norm_eps=layer.norm_eps,
-            rope_theta=layer.rope.theta,
-            max_position_embeddings=2 * config.window,
-            pad_token_id=0,
-            hidden_act="silu",
-        ),
+        LlamaConfig(**sizes),
         attention_backend="sdpa",
     )
     load_weights(model, tensors_of(drafter))
@@ -365,20 +366,21 @@ def their_dflash(
 
     _, module, draft, _ = import_specforge(config.specforge)
     layer = drafter.config.layer
-    settings = Qwen3Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        num_attention_heads=layer.num_heads,
-        num_key_value_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        num_hidden_layers=layer.num_layers,
-        rms_norm_eps=layer.norm_eps,
-        rope_theta=layer.rope.theta,
-        max_position_embeddings=2 * config.window,
-        attn_implementation="sdpa",
-        tie_word_embeddings=False,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "num_hidden_layers": layer.num_layers,
+        "rms_norm_eps": layer.norm_eps,
+        "rope_theta": layer.rope.theta,
+        "max_position_embeddings": 2 * config.window,
+        "attn_implementation": "sdpa",
+        "tie_word_embeddings": False,
+    }
+    settings = Qwen3Config(**sizes)
     settings.num_target_layers = target.config.num_layers
     settings.block_size = config.block_size
     settings.dflash_config = {

@@ -104,7 +104,7 @@ def all_methods(target: str) -> dict[str, TrainingMethod]:
         methods.PEagleTraining(target=target, layers=1, depths=depth),
         methods.MTPTraining(target=target, steps=depth),
         methods.MedusaTraining(target=target, heads=depth),
-        methods.MoATraining(target=target, shortest_block=depth, longest_block=depth),
+        methods.MoATraining(target=target, shortest_block=depth, longest_block=14),
         methods.Gemma4AssistantTraining(
             target=target, hidden_size=192, intermediate_size=512, layers=1, steps=depth
         ),

@@ -163,3 +163,23 @@ def test_no_gradient_reaches_the_target() -> None:
         SHARP_TARGET
     )
     assert not np.any(pull)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_the_soft_cross_entropy_is_the_mean_of_the_logarithms(offset) -> None:
+    """A constant that is added to all logits changes neither the loss nor its gradient."""
+    rng = np.random.default_rng(0)
+    target_logits = 3 * rng.normal(size=(2, 3, 50))
+    # Multiples of 1/64 are exact beside the offset.
+    logits = np.round(64 * 3 * rng.normal(size=(2, 3, 50))) / 64
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+    p, log_q = np.exp(log_softmax(target_logits)), log_softmax(logits)
+    arguments = jnp.float32(target_logits), jnp.float32(logits + offset)
+    np.testing.assert_allclose(
+        losses.soft_cross_entropy(*arguments), -(p * log_q).sum(axis=-1), rtol=1e-6
+    )
+    gradient = jax.grad(lambda x: losses.soft_cross_entropy(arguments[0], x).sum())(arguments[1])
+    np.testing.assert_allclose(gradient, np.exp(log_q) - p, atol=1e-6)
