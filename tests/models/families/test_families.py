@@ -227,6 +227,7 @@ def test_kimi_k2_is_a_deepseek_v3_of_another_name(zoo_model) -> None:
     assert config_json.parse_config(raw) == zoo_model("kimi_k2").target.config
 
 
+@pytest.mark.full
 def test_chunks_of_a_document_begin_with_the_document(zoo_model) -> None:
     """Chunks of 7 tokens, in a row of two documents of 17 and 23."""
     model = zoo_model("llama4")
