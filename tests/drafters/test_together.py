@@ -256,6 +256,10 @@ def test_nodes_that_no_row_fills_are_not_computed(target) -> None:
     result = generate(drafter=speaking, max_new_tokens=12)
     assert np.array_equal(alone.tokens, result.tokens)
     assert set((result.stats.scored / result.stats.steps).tolist()) == {8.0}
+    # If nobody offers anything, the root is alone.
+    result = generate(drafter=Together((silent, silent)), max_new_tokens=4)
+    assert np.array_equal(alone.tokens[0, :10], result.tokens[0])
+    assert np.array_equal(result.stats.scored, result.stats.steps)
 
 
 # --- shapes and names -----------------------------------------------------------------------------
