@@ -10,7 +10,7 @@ import pytest
 from flax import struct
 
 import specjax
-from specjax import conformance, decoding
+from specjax import conformance, decoding, sharding
 from specjax.decoding.loop import advance, propose_step
 from specjax.decoding.options import GenerationOptions, default_rule
 from specjax.drafters import (
@@ -30,7 +30,9 @@ from specjax.drafts.names import parse_shape
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, UnionTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics
+from specjax.models import params
 from specjax.sampling import Sampling
+from specjax.serving import Engine
 from tests.conftest import FEW_TOKENS, SHAPES, tiny_config, tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 1, 4, 2], [3, 3, 5, 8, 0, 0], [9, 0, 0, 0, 0, 0]])
@@ -81,10 +83,23 @@ PAIRS = {
 }
 
 
+OFTEN = ("tree and copies", "two trees")
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(pair, marks=[pytest.mark.thorough] * (pair not in OFTEN)) for pair in PAIRS],
+)
 def test_the_contract(target, pair) -> None:
-    conformance.check(target, Together(PAIRS[pair](target)), new_tokens=12)
+    drafter = Together(PAIRS[pair](target))
+    conformance.check(target, drafter, new_tokens=12, come_and_go=pair not in OFTEN)
+
+
+@pytest.mark.full
+def test_texts_may_come_and_go(target) -> None:
+    parts = draft_model(Chain(1)), PromptLookup(draft=2)
+    conformance.check_rows_that_come_and_go(target, Together(parts), new_tokens=12)
 
 
 def small(seed: int = 0, **changes):
@@ -256,6 +271,45 @@ def test_nodes_that_no_row_fills_are_not_computed(target) -> None:
     result = generate(drafter=speaking, max_new_tokens=12)
     assert np.array_equal(alone.tokens, result.tokens)
     assert set((result.stats.scored / result.stats.steps).tolist()) == {8.0}
+    # If nobody offers anything, the root is alone.
+    result = generate(drafter=Together((silent, silent)), max_new_tokens=4)
+    assert np.array_equal(alone.tokens[0, :10], result.tokens[0])
+    assert np.array_equal(result.stats.scored, result.stats.steps)
+
+
+# --- meshes and engines ---------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_rows_of_a_mesh_have_the_texts_of_plain_decoding(target) -> None:
+    mesh = sharding.make_mesh(data=2, model=2)
+    places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
+    on_mesh = target.replace(params=jax.device_put(target.params, places), mesh=mesh)
+    parts = PromptLookup(draft=3), TokenRecycling(successors=2, draft=Chain(3))
+    prompts, lengths = np.concatenate([PROMPTS, PROMPTS[:1]]), np.append(LENGTHS, 6)
+    plain = specjax.generate(target, None, prompts, lengths, max_new_tokens=10)
+    result = specjax.generate(on_mesh, Together(parts), prompts, lengths, max_new_tokens=10)
+    assert np.array_equal(result.tokens, plain.tokens)
+    assert np.all(result.stats.accepted_by.sum(axis=0) > 0)
+
+
+@pytest.mark.full
+def test_an_engine_turns_from_a_union_to_the_first_part_and_counts_by_part(target) -> None:
+    parts = PromptLookup(draft=3), TokenRecycling(successors=2, draft=Chain(3))
+    union = Together(parts)
+    plain = specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=20)
+    drafts = (None, "chain:2", union.draft_shape)
+    with Engine(target, union, drafts=drafts, rows=3, widths=(3,), capacity=32) as engine:
+        handles = [
+            engine.submit(prompt[:length].tolist(), max_new_tokens=20)
+            for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+        ]
+        for handle, tokens, length in zip(handles, plain.tokens, LENGTHS, strict=True):
+            assert list(handle.result().tokens) == tokens[length : length + 20].tolist()
+        statistics = engine.statistics
+    assert [part.name for part in statistics.parts] == ["PromptLookup", "TokenRecycling"]
+    assert sum(part.accepted for part in statistics.parts) >= statistics.accepted > 0
+    assert all(part.accepted_only <= part.accepted for part in statistics.parts)
 
 
 # --- shapes and names -----------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from specjax.drafters import (
     PEagle,
     PromptLookup,
     Streaming,
+    Together,
     TokenRecycling,
     WithPrediction,
 )
@@ -99,6 +100,9 @@ METHODS = {
     ),
     "dflash2": lambda target, shape: of_dflash2(
         target, shape, block_size=4, conv_group_size=8, selector_top_k=3
+    ),
+    "together": lambda target, shape: Together(
+        (DraftModel(hybrid_like(target), draft=shape), PromptLookup(draft=3))
     ),
     "assistant": lambda target, shape: Gemma4Assistant.init(target, jax.random.key(3), shape),
     "prediction": lambda target, shape: WithPrediction(
