@@ -26,7 +26,9 @@ from benchmarks.tools_model.evaluation import (
 from benchmarks.tools_model.first_weights import Builder, first_target
 from benchmarks.tools_model.teaching import ROWS, Stage, chat_row, train
 from specjax.chat import ChatAnswer, ToolCall
+from specjax.models.generation_config import read_defaults
 from specjax.models.transformer import Target
+from specjax.sampling import Sampling
 
 TOKENIZER = make_tokenizer()
 
@@ -98,6 +100,8 @@ def test_a_saved_model_is_read_with_its_template(target: Target, tmp_path: Path)
     assert loaded.config == target.config
     assert loaded.config.max_positions == 32_768
     jax.tree.map(np.testing.assert_array_equal, loaded.params, target.params)
+    # A program that states no temperature gets the likeliest tokens.
+    assert read_defaults(tmp_path).sampling == Sampling(temperature=1.0, top_k=1)
 
 
 def states_of(target: Target, tokens: list[int], layers: int) -> np.ndarray:

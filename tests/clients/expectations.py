@@ -99,7 +99,7 @@ class Counts:
         return "; ".join(parts)
 
 
-def counts_of(title: str, held: Mapping[str, Any], conversation: Mapping[str, Any]) -> Counts:
+def counts_of(title: str, record: Mapping[str, Any], conversation: Mapping[str, Any]) -> Counts:
     """Count what a model did right in a conversation that a program has held.
 
     Calls are compared whatever their order, and a text after a result is right if it ends with it.
@@ -107,22 +107,22 @@ def counts_of(title: str, held: Mapping[str, Any], conversation: Mapping[str, An
 
     Args:
         title: the title of the conversation.
-        held: the runs of the tools, and the answers, or an error.
+        record: the runs of the tools, and the answers, or an error.
         conversation: the conversation that the program was given.
     """
-    answers = held.get("answers", [])
+    answers = record.get("answers", [])
     kind = title.partition(",")[0]
     if kind in _WITHOUT_TOOLS:
         expected = [parts[0] for parts in _EXPECTED[kind].answers]
         return Counts(objects=len(expected), right_objects=_count_ends(expected, answers))
     calls = [{name: call[name] for name in ("tool", "arguments")} for call in conversation["calls"]]
-    tools = _count_common([call["tool"] for call in calls], [run["tool"] for run in held["runs"]])
+    tools = _count_common([call["tool"] for call in calls], [run["tool"] for run in record["runs"]])
     texts = conversation["answers"]
     return Counts(
         calls=len(calls),
         tools=tools,
-        arguments=_count_common(calls, held["runs"]),
-        more=len(held["runs"]) - tools,
+        arguments=_count_common(calls, record["runs"]),
+        more=len(record["runs"]) - tools,
         texts=len(texts),
         right_texts=_count_ends(texts, answers),
     )

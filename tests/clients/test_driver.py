@@ -58,14 +58,14 @@ def test_calls_and_texts_of_a_model_are_counted(runs: Any, answers: Any, counts:
 
 
 def test_after_an_error_no_text_of_a_model_is_right() -> None:
-    held = {"runs": RUNS[:2], "error": "no server"}
-    assert counts_of("chat", held, CONVERSATION) == Counts(4, 2, 2, 0, 4, 0)
-    assert counts_of("people, chat", held, CONVERSATION) == Counts(objects=2)
+    record = {"runs": RUNS[:2], "error": "no server"}
+    assert counts_of("chat", record, CONVERSATION) == Counts(4, 2, 2, 0, 4, 0)
+    assert counts_of("people, chat", record, CONVERSATION) == Counts(objects=2)
 
 
 def test_objects_of_a_model_are_counted() -> None:
-    held = {"runs": [], "answers": ["Ada, 36", "Bob, 8"]}
-    assert counts_of("people", held, CONVERSATION) == Counts(objects=2, right_objects=1)
+    record = {"runs": [], "answers": ["Ada, 36", "Bob, 8"]}
+    assert counts_of("people", record, CONVERSATION) == Counts(objects=2, right_objects=1)
 
 
 def test_a_model_holds_conversations_of_the_kind_that_it_is_trained_on() -> None:
