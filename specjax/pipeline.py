@@ -21,7 +21,7 @@ from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
-from specjax.drafts.speculation import Speculation, Stated
+from specjax.drafts.speculation import DraftLimit, Stated
 from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
 from specjax.grammars import CompiledGrammar, GrammarCompiler, ThinkingBudget
@@ -168,7 +168,7 @@ def load(
     if not isinstance(target, Target):
         target = Target.from_pretrained(files or target, dtype=dtype, mesh=mesh, weights=weights)
     shapes = [] if drafter is None else [drafter.draft_shape]
-    Speculation.of(speculation, shapes)  # raises what a call would raise
+    DraftLimit.of(speculation, shapes)  # raises what a call would raise
     if cache_dtype is not None:
         target = replace(target, cache_dtype=cache_dtype)
     if spans_processes(target.mesh):

@@ -13,7 +13,7 @@ from specjax.adjustments import Adjustments
 from specjax.arguments import is_whole, one_or_each
 from specjax.decoding.verification import RULES
 from specjax.drafts.shapes import DraftShape, DynamicTree, StaticTree, UnionTree
-from specjax.drafts.speculation import Speculation, Stated
+from specjax.drafts.speculation import DraftLimit, Stated
 from specjax.errors import InputError
 from specjax.grammars import CompiledGrammar, Grammar, Matcher, ThinkingBudget
 from specjax.models.config import ModelConfig
@@ -56,7 +56,7 @@ class GenerationOptions:
             for a row without any.
         thinking_budget: the `specjax.ThinkingBudget` of all rows, or one for each row, with None
             for a row without one. With a budget the default of ``rule`` is "coupled".
-        speculation: how far rows speculate, see `specjax.drafts.speculation.Speculation.of`: "off"
+        speculation: how far rows speculate, see `specjax.drafts.speculation.DraftLimit.of`: "off"
             for no drafts, or the largest depth of a draft; one, or one for each row. None for no
             limit.
 
@@ -267,7 +267,7 @@ class GenerationOptions:
             raise InputError(
                 f"speculation: {len(rows)} of them; give one, or one for each of the {batch} rows"
             )
-        return np.array([Speculation.of(row, [draft]).limit for row in rows], np.int32)
+        return np.array([DraftLimit.of(row, [draft]).depth for row in rows], np.int32)
 
     def adjustments(
         self, tokens: np.ndarray, lengths: np.ndarray, vocab_size: int

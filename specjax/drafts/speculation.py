@@ -1,4 +1,4 @@
-"""How far a request speculates: not at all, up to a depth, or with a draft that it names."""
+"""The limit of what is drafted for one text: nothing, a largest depth, or a draft by its name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ Stated = str | int | DraftShape | None
 
 
 @dataclass(frozen=True)
-class Speculation:
-    """How far one text speculates. It changes the time of the text, not its distribution.
+class DraftLimit:
+    """The limit of what is drafted for one text. It changes the time of the text, not its distribution.
 
     Attributes:
-        limit: the largest depth of a draft; 0 if nothing is drafted.
+        depth: the largest depth of a draft; 0 if nothing is drafted.
         draft: the index of the draft that was named; None if none was.
 
     Examples:
-        >>> from specjax.drafts.speculation import Speculation
-        >>> Speculation.of("off", drafts=[specjax.Chain(4)])
-        Speculation(limit=0, draft=None)
-        >>> Speculation.of("chain:4", drafts=[None, specjax.Chain(4)])
-        Speculation(limit=4, draft=1)
+        >>> from specjax.drafts.speculation import DraftLimit
+        >>> DraftLimit.of("off", drafts=[specjax.Chain(4)])
+        DraftLimit(depth=0, draft=None)
+        >>> DraftLimit.of("chain:4", drafts=[None, specjax.Chain(4)])
+        DraftLimit(depth=4, draft=1)
     """
 
-    limit: int = NO_LIMIT
+    depth: int = NO_LIMIT
     draft: int | None = None
 
     @classmethod
-    def of(cls, stated: Stated, drafts: Sequence[DraftShape | None]) -> "Speculation":
+    def of(cls, stated: Stated, drafts: Sequence[DraftShape | None]) -> "DraftLimit":
         """Return the speculation that ``stated`` stands for, where ``drafts`` can be named.
 
         Args:
@@ -49,13 +49,13 @@ class Speculation:
         if stated is None or stated == "auto":
             return cls()
         if stated == "off":
-            return cls(limit=0)
+            return cls(depth=0)
         if is_whole(stated):
             if not 0 <= stated <= NO_LIMIT:  # pyright: ignore[reportOperatorIssue]
                 raise InputError(
                     f"speculation={stated}: a depth is at least 0 and below 2**31; 0 is off"
                 )
-            return cls(limit=int(stated))  # pyright: ignore[reportArgumentType]
+            return cls(depth=int(stated))  # pyright: ignore[reportArgumentType]
         names = [shape_name(draft) for draft in drafts if draft is not None]
         expected = f"give {', '.join(['auto', 'off', 'a largest depth', *names])}"
         if not isinstance(stated, str | DraftShape):
@@ -66,4 +66,4 @@ class Speculation:
             shape = None
         if shape is None or shape not in drafts:
             raise InputError(f"speculation={stated!r}: {expected}")
-        return cls(limit=shape.depth, draft=list(drafts).index(shape))
+        return cls(depth=shape.depth, draft=list(drafts).index(shape))

@@ -16,7 +16,7 @@ from specjax.drafters.pausable import ROOM, Pausable
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape
-from specjax.drafts.speculation import NO_LIMIT, Speculation, Stated
+from specjax.drafts.speculation import NO_LIMIT, DraftLimit, Stated
 from specjax.errors import InputError
 from specjax.grammars import GrammarCompiler, ThoughtTokens
 from specjax.grammars.thoughts import check_texts
@@ -156,13 +156,13 @@ class EngineConfig:
         """The drafts that a request may name; None is plain decoding."""
         return tuple(draft for draft in self.choices if not isinstance(draft, Copies))
 
-    def speculation(self, stated: Stated) -> Speculation:
+    def speculation(self, stated: Stated) -> DraftLimit:
         """Return how far a request speculates; None is the default.
 
         Raises:
             InputError: It is not supported, or a draft that the engine does not have.
         """
-        return Speculation.of(self.default_speculation if stated is None else stated, self.drafts)
+        return DraftLimit.of(self.default_speculation if stated is None else stated, self.drafts)
 
     @cached_property
     def thought(self) -> ThoughtTokens:

@@ -311,7 +311,7 @@ class Engine:
             choice=choice,
             key=key,
             expected=predicted_tokens,
-            draft_limit=speculates.limit,
+            draft_limit=speculates.depth,
         )
         stop = text.check_stop(stop)
         growing = None

@@ -808,7 +808,7 @@ class EngineLoop:
         width = next(width for width in device.masked_widths if width >= len(running))
         if logprobs := any(it.logprobs is not None for it in options):
             width, free_width, draft = self.sizes.rows, self.sizes.rows, device.reporting
-        drafts = any(it.speculation.limit > 0 for it in options)
+        drafts = any(it.speculation.depth > 0 for it in options)
         # Some row has a prediction, and no row needs log-probabilities, which copies do not have.
         copies = any(it.copies for it in options) and self.programs.are_ready(*COPYING)
         copies = copies and device.copying is not None and not logprobs and not is_adjusting
@@ -897,7 +897,7 @@ class EngineLoop:
             return self.sizes.rows, self.device.reporting, True
         predicted = sum(handle.output_options.copies for handle in running) / len(running)
         speculations = [handle.output_options.speculation for handle in running]
-        drafting = sum(it.limit > 0 for it in speculations) / len(running)
+        drafting = sum(it.depth > 0 for it in speculations) / len(running)
         # If a drafter copies predictions, it is the last one. Without it no request has a
         # prediction, and the last drafter is one like the others.
         last, ready = len(self.device.drafters) - 1, self.programs.is_ready
@@ -1006,7 +1006,7 @@ class EngineLoop:
             judging = [
                 row
                 for row in candidates
-                if snapshot[row][1].output_options.speculation.limit >= depth
+                if snapshot[row][1].output_options.speculation.depth >= depth
             ]
             of_draft = difference(progress.stats, self._device_stats, judging)
             before, self._device_stats = self._device_stats, copies_of(progress.stats)

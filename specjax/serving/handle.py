@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from specjax.decoding.stats import Stats
-from specjax.drafts.speculation import Speculation
+from specjax.drafts.speculation import DraftLimit
 from specjax.errors import LogitsError
 from specjax.evaluation import metrics
 from specjax.grammars import Matcher
@@ -110,14 +110,14 @@ class OutputOptions:
     echo: bool = False
     spans: bool = False
     prediction: int = 0
-    speculation: Speculation = Speculation()
+    speculation: DraftLimit = DraftLimit()
     matcher: Matcher | None = None
     biases: TokenBiases | None = None
 
     @property
     def copies(self) -> bool:
         """True if tokens of a prediction may be drafted: a named draft takes its place."""
-        return self.prediction > 0 and self.speculation.limit > 0 and self.speculation.draft is None
+        return self.prediction > 0 and self.speculation.depth > 0 and self.speculation.draft is None
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from specjax.training.sequences import (
     is_held_out,
     make_reader,
 )
-from specjax.training.stored_windows import SIDES, Manifest, WindowsFiles
+from specjax.training.stored_windows import SIDES, WindowsFiles, WindowsManifest
 from specjax.training.tokenizing import Conversion, tokenize
 from specjax.training.unusable import RecordTally
 
@@ -285,7 +285,7 @@ def _prepare_stored(
             *(config.window, config.holdout, conversion.held_out_by),
         ]
         folder = Path(config.cache) / hash_of(json.dumps(parts))
-        manifest = Manifest.read(folder)
+        manifest = WindowsManifest.read(folder)
     if manifest is None:
         manifest = _store(folder, conversion, reader, records, tally)
     tally.restore(manifest.records)
@@ -310,13 +310,13 @@ def _store(
     reader: Reader,
     records: Iterable[Record],
     tally: RecordTally,
-) -> Manifest:
+) -> WindowsManifest:
     """Write the windows of a source into a folder, unless another process does so."""
     config = conversion.config
     lock = folder.with_name(f"{folder.name}.lock")
     with (
         creating_parents(lock),
-        only_one(lock, lambda: Manifest.read(folder) is not None, "tokenizing") as is_mine,
+        only_one(lock, lambda: WindowsManifest.read(folder) is not None, "tokenizing") as is_mine,
     ):
         if is_mine:
             # Those of processes that were killed: nobody else writes while this one has the lock.
@@ -327,7 +327,7 @@ def _store(
                 packers, tokens = _pack(conversion, reader, records, tally, sinks)
                 for sink in sinks:
                     sink.close()
-                Manifest(
+                WindowsManifest(
                     window=config.window,
                     windows={
                         side: packer.windows for side, packer in zip(SIDES, packers, strict=True)
@@ -337,7 +337,7 @@ def _store(
                     records=tally.record(),
                     tokens=asdict(tokens),
                 ).write(scratch)
-    manifest = Manifest.read(folder)
+    manifest = WindowsManifest.read(folder)
     if manifest is None:
         raise ConfigError(
             f"data.cache={config.cache!r}: {folder} was changed while it was written; start again"

@@ -47,7 +47,7 @@ class WindowsFiles:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class WindowsManifest:
     """The description of the stored windows of a data set.
 
     Attributes:
@@ -83,7 +83,7 @@ class Manifest:
         (folder / _MANIFEST).write_text(json.dumps(asdict(complete)) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> "Manifest | None":
+    def read(cls, folder: Path) -> "WindowsManifest | None":
         """Return the manifest of a folder; None if there is none, or the files are not its files.
 
         Files of the right size and time are not read. Those of another time, such as copies, are.

@@ -154,7 +154,7 @@ def fuzz(seeds: range, capsys, monkeypatch, tmp_path) -> None:
     def reach(*_, **__):
         raise WeightsReachedError
 
-    def train(config):
+    def train(config, stop=None):
         config.check()
         raise WeightsReachedError
 

@@ -79,7 +79,7 @@ def test_a_new_method_is_one_line_in_the_table(monkeypatch, tmp_path, checkpoint
 
 def test_a_checkpoint_that_no_method_knows(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}))
-    with pytest.raises(InputError, match="model_type='abacus'; draft models may be llama, mistral"):
+    with pytest.raises(InputError, match="model_type='abacus'; draft models may be llama, llama4"):
         load_drafter(str(tmp_path), None, tiny_config())
 
 

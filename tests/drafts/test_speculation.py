@@ -4,7 +4,7 @@ import pytest
 
 from specjax.drafts.names import parse_shape, shape_name
 from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
-from specjax.drafts.speculation import NO_LIMIT, Speculation
+from specjax.drafts.speculation import NO_LIMIT, DraftLimit
 from specjax.errors import InputError
 
 DRAFTS = (None, Chain(3), DynamicTree(4, 2, 7))
@@ -13,18 +13,18 @@ DRAFTS = (None, Chain(3), DynamicTree(4, 2, 7))
 @pytest.mark.parametrize(
     ("stated", "speculation"),
     [
-        (None, Speculation()),
-        ("auto", Speculation(NO_LIMIT, None)),
-        ("off", Speculation(0)),
-        (0, Speculation(0)),
-        (5, Speculation(5)),
-        ("chain:3", Speculation(3, 1)),
-        (Chain(3), Speculation(3, 1)),
-        ("dynamic:4,2,7", Speculation(2, 2)),
+        (None, DraftLimit()),
+        ("auto", DraftLimit(NO_LIMIT, None)),
+        ("off", DraftLimit(0)),
+        (0, DraftLimit(0)),
+        (5, DraftLimit(5)),
+        ("chain:3", DraftLimit(3, 1)),
+        (Chain(3), DraftLimit(3, 1)),
+        ("dynamic:4,2,7", DraftLimit(2, 2)),
     ],
 )
 def test_what_may_be_stated(stated, speculation) -> None:
-    assert Speculation.of(stated, DRAFTS) == speculation
+    assert DraftLimit.of(stated, DRAFTS) == speculation
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_may_be_stated(stated, speculation) -> None:
 )
 def test_anything_else_is_refused(stated, message) -> None:
     with pytest.raises(InputError, match=message):
-        Speculation.of(stated, DRAFTS)
+        DraftLimit.of(stated, DRAFTS)
 
 
 @pytest.mark.parametrize(

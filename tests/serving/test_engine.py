@@ -838,10 +838,10 @@ def test_requests_of_one_call_may_speculate_differently(target, drafting) -> Non
         ]
     for request, handle in zip(requests, handles, strict=True):
         check_text(target, request, handle)
-    off, one, named, _ = (handle.acceptance for handle in handles)
+    off, short, named, _ = (handle.acceptance for handle in handles)
     assert (off.drafted, off.steps) == (0, 24)
     # Every call drafts what the third request names, and the second one only its first token.
-    assert 0 < one.drafted <= one.steps
+    assert 0 < short.drafted <= short.steps
     assert named.drafted > 2 * named.steps
 
 
@@ -862,7 +862,7 @@ def test_the_engine_decodes_plainly_while_all_requests_are_off(drafting) -> None
     assert drafting.statistics.draft == "none"
     assert calls_by_draft() == before  # the rule that chooses a draft was not asked
     submit("chain:3")
-    changed = {name for name, taken in calls_by_draft().items() if taken != before[name]}
+    changed = {name for name, count in calls_by_draft().items() if count != before[name]}
     assert changed == {"chain of 3"}
 
 
