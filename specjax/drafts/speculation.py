@@ -17,7 +17,7 @@ Stated = str | int | DraftShape | None
 
 @dataclass(frozen=True)
 class DraftLimit:
-    """The limit of what is drafted for one text. It changes the time of the text, not its distribution.
+    """The limit of what is drafted for one text, on which its distribution does not depend.
 
     Attributes:
         depth: the largest depth of a draft; 0 if nothing is drafted.

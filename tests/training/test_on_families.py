@@ -157,10 +157,10 @@ def draftings(method: TrainingMethod) -> Iterator[Drafting]:
             rows = [Drafting(begin, read) for read in range(length)]
         elif isinstance(method, MoATraining):
             # A token that is not part of an answer is a block of its own, and so is a first token.
-            # The rest is cut at every third token.
+            # The rest of a document is cut at every third token of it.
             starts = [0]
             for i in range(1, length):
-                alone = not MASK[begin + i - 1] or (begin + i) % BLOCK == 0
+                alone = not MASK[begin + i - 1] or i % BLOCK == 0
                 starts.append(i if alone else starts[-1])
             rows = [Drafting(begin, start, i - start) for i, start in enumerate(starts)]
         elif isinstance(method, MedusaTraining):
