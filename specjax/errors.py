@@ -89,11 +89,10 @@ class NonFiniteError(RuntimeError):
     def __init__(self, step: int, what: str, output: str) -> None:
         self.step = step
         super().__init__(
-            f"step {step}: the training has a number that is not finite ({what}); the checkpoints"
-            f" and students in output={output!r} are of earlier steps, and finite. The same command"
-            " would come to the same numbers: start a new run with a lower optimizer.learning_rate"
-            " or another seed; it may begin with the student of the last checkpoint"
-            f" (init_from={output + '/latest'!r})"
+            f"step {step}: the training has a number that is not finite ({what}); nothing of this"
+            f" step is in output={output!r}. The same command would come to the same numbers: start"
+            " a new run with a lower optimizer.learning_rate or another seed. If a checkpoint was"
+            f" saved, the new run may begin with its student (init_from={output + '/latest'!r})"
         )
 
 

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -138,7 +139,9 @@ def writing(path: Path, needs: int = 0) -> Iterator[Path]:
     with naming_full_disk(path, needs), creating_parents(path) as created:
         _check_room(path, needs)
         # The suffix stays at the end, because matplotlib reads the format from it.
-        scratch = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+        # Not the number of the process alone, which containers that share a disk may have twice.
+        unique = f"{os.getpid()}-{secrets.token_hex(4)}"
+        scratch = path.with_name(f".{path.stem}-{unique}{path.suffix}")
         with _on_the_way(scratch, created):
             yield scratch
             scratch.replace(path)

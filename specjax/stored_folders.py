@@ -24,8 +24,8 @@ from pathlib import Path, PurePosixPath
 
 from specjax.errors import InputError
 from specjax.files import naming_full_disk
-from specjax.progress import waiting
-from specjax.stores import ReplacedError, Store, StoredObject, Version
+from specjax.progress import say, waiting
+from specjax.stores import ChangedError, ReplacedError, Store, StoredObject, Version
 
 MANIFEST = "specjax.manifest.json"
 _FORMAT = "specjax folder 1"
@@ -105,6 +105,7 @@ def publish(
     directory: Path,
     replaces: Manifest | None,
     part_of: Callable[[str], str],
+    tried: set[str] | None = None,
 ) -> Manifest:
     """Make a folder in a bucket equal to a local directory. Nothing may change it meanwhile.
 
@@ -114,15 +115,20 @@ def publish(
         replaces: the manifest of the folder, which is replaced; None for a new folder.
         part_of: returns the subfolder that a file belongs to, "" for none. The files of a subfolder
             get a new version together, so that one can be copied without specjax.
+        tried: the writers of earlier calls of this process, some of which may have failed. That of
+            this call is added. A manifest of one of them is this process's own: the answer was
+            lost.
 
     Returns:
-        The new manifest.
+        The new manifest. Objects that it has replaced are deleted; if that fails, they stay as
+        remains, see `delete_remains`.
 
     Raises:
         ChangedError: Another writer has replaced the manifest. The folder is as that one left it.
         InputError: The store cannot be written.
     """
-    writer = secrets.token_hex(16)
+    writer, tried = secrets.token_hex(16), set() if tried is None else tried
+    tried.add(writer)
     earlier = {} if replaces is None else replaces.files
     files = _local_files(directory, part_of, earlier, writer)
     present = {file.object for file in earlier.values()}
@@ -133,9 +139,27 @@ def publish(
             threads.map(lambda entry: store.upload(entry[0], directory / entry[1]), missing.items())
         )
     content = manifest_text(files, writer).encode()
-    version = store.write_if(MANIFEST, content, None if replaces is None else replaces.version)
-    store.delete(sorted(present - {file.object for file in files.values()}))
+    version = _write(store, content, None if replaces is None else replaces.version, tried)
+    try:
+        store.delete(sorted(present - {file.object for file in files.values()}))
+    except InputError as error:  # the new folder is whole
+        say(f"{error}; replaced objects stay in {store.url}", unasked=True)
     return Manifest(files, writer, version)
+
+
+def _write(store: Store, content: bytes, replaces: Version | None, tried: set[str]) -> Version:
+    """Write a manifest in place of the version ``replaces``, and return the new version.
+
+    Raises:
+        ChangedError: Another process has replaced that version.
+    """
+    try:
+        return store.write_if(MANIFEST, content, replaces)
+    except ChangedError:
+        present = read_manifest(store)
+        if present is None or present.writer not in tried:
+            raise
+        return store.write_if(MANIFEST, content, present.version)
 
 
 def manifest_text(files: Mapping[str, StoredFile], writer: str) -> str:
@@ -334,7 +358,7 @@ def _files_of_manifest(store: Store) -> dict[str, StoredFile] | None:
     """
     if (manifest := read_manifest(store)) is not None:
         return dict(manifest.files)
-    if "/" not in store.prefix:
+    if not store.prefix:
         return None
     base, _, name = store.url.rpartition("/")
     if (manifest := read_manifest(Store(base, store.argument))) is None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,6 +179,47 @@ def test_of_two_writers_the_one_that_comes_second_is_refused(s3: S3Server, tmp_p
     with pytest.raises(ChangedError):
         put(store, new, first)
     assert read(store.url) == NEW
+
+
+def test_a_manifest_whose_answer_was_lost_is_the_writers_own(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(s3.make_bucket("lost") + "/folder", "output")
+    tried: set[str] = set()
+    write_if = Store.write_if
+
+    def write_and_lose(self: Store, *arguments: Any) -> Any:
+        write_if(self, *arguments)
+        raise self.error("the answer was lost")
+
+    (tmp_path / "file").write_text("first")
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "write_if", write_and_lose)
+        with pytest.raises(InputError, match="the answer was lost"):
+            stored_folders.publish(store, tmp_path, None, lambda name: "", tried)
+    (tmp_path / "file").write_text("second")
+    stored_folders.publish(store, tmp_path, None, lambda name: "", tried)
+    with pytest.raises(ChangedError):  # of another process
+        stored_folders.publish(store, tmp_path, None, lambda name: "")
+
+
+def test_a_deletion_that_fails_leaves_a_whole_folder(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(s3.make_bucket("undeleted") + "/folder", "output")
+    (tmp_path / "file").write_text("first")
+    manifest = stored_folders.publish(store, tmp_path, None, lambda name: "")
+
+    def refuse(self: Store, names: Any) -> None:
+        raise self.error("deletion is not allowed")
+
+    (tmp_path / "file").write_text("second")
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "delete", refuse)
+        with pytest.warns(UserWarning, match="deletion is not allowed; replaced objects stay"):
+            manifest = stored_folders.publish(store, tmp_path, manifest, lambda name: "")
+    (tmp_path / "file").write_text("third")
+    stored_folders.publish(store, tmp_path, manifest, lambda name: "")
 
 
 def test_a_reader_meanwhile_reads_the_old_folder_or_the_new(

@@ -104,8 +104,10 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> Path | str:
         >>> specjax.Target.from_pretrained(best).config.num_layers
         1
     """
-    with run_store.open_output(config.output) as place:
-        _train(config, place, stop or StopRequest())
+    stop = stop or StopRequest()
+    # A signal during the last upload must not end it.
+    with stop.heeded_until_the_end(), run_store.open_output(config.output) as place:
+        _train(config, place, stop)
     return place.best
 
 
@@ -116,10 +118,7 @@ def _train(config: TrainConfig, place: run_store.RunOutput, stop: StopRequest) -
     # Folded, so that it is independent of the key of the initial weights.
     noise = jax.random.fold_in(make_key(config.seed), 2**31)
 
-    with (
-        stop.heeded_until_the_end(),
-        run_directory.open_checkpoints(output, config.checkpoints) as checkpoints,
-    ):
+    with run_directory.open_checkpoints(output, config.checkpoints) as checkpoints:
         state = run_directory.restore(checkpoints, state, iterator, config.resume)
         first = int(state.step)
         with (
@@ -159,7 +158,8 @@ def _train(config: TrainConfig, place: run_store.RunOutput, stop: StopRequest) -
                         checkpoints.wait_until_finished()
                         # A run that continues makes up for an evaluation that is interrupted.
                         stops = not evaluations.run(step, state)
-                        place.publish(checkpoints.wait_until_finished)
+                        if not stops:
+                            place.publish(checkpoints.wait_until_finished)
                     if stops:
                         saves.save(step, state, figures.seconds, is_last=True)
                         stop.stopped_after = step

@@ -51,7 +51,7 @@ class RunOutput:
         """Publish what the run has written.
 
         Args:
-            complete: called first; it returns when the files of the directory are complete.
+            complete: called before an upload; it returns when the files are complete.
         """
 
 
@@ -147,6 +147,7 @@ class _StoredOutput(RunOutput):
     def __init__(self, store: Store, directory: Path, manifest: Manifest | None) -> None:
         super().__init__(directory, f"{store.url}/best")
         self._store, self._manifest = store, manifest
+        self._tried: set[str] = set()
         # At first, there may be those of a process that was killed.
         self._is_claimed, self._has_remains = False, True
         self._thread = ThreadPoolExecutor(1, "specjax upload")
@@ -168,7 +169,9 @@ class _StoredOutput(RunOutput):
 
     def _send(self, snapshot: Path) -> None:
         try:
-            self._manifest = stored_folders.publish(self._store, snapshot, self._manifest, _part_of)
+            self._manifest = stored_folders.publish(
+                self._store, snapshot, self._manifest, _part_of, self._tried
+            )
         except ChangedError:
             raise ConfigError(
                 f"output={self._store.url!r}: another process has begun or continued this run, and"
@@ -227,4 +230,5 @@ def _link(directory: Path, snapshot: Path) -> None:
             with suppress(OSError):  # not every disk has links
                 os.link(path, snapshot / name)
                 continue
-        shutil.copyfile(path, snapshot / name)
+        with suppress(FileNotFoundError):  # a service that shows metrics has removed it meanwhile
+            shutil.copyfile(path, snapshot / name)

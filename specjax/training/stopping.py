@@ -44,7 +44,8 @@ class StopRequest:
 
     @contextmanager
     def heeded_until_the_end(self) -> Iterator[None]:
-        """Heed no request any more after the block."""
+        """Forget earlier requests, and heed no request any more after the block."""
+        self.number, self.stopped_after, self._requested_at = 0, None, None
         try:
             yield
         finally:

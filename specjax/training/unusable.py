@@ -134,6 +134,7 @@ class RecordTally:
             ConfigError: A record is left out, and the limit is 0.
         """
         self.total, self.unusable, self.ignored = 0, [], Counter()
+        self._has_warned = True  # these are all records: there are no later ones to warn of
         self.merge(record)
 
     def merge(self, record: Mapping[str, Any]) -> None:

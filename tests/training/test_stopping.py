@@ -35,6 +35,18 @@ def steps_of(checkpoints: Path) -> list[str]:
     return sorted(path.name for path in checkpoints.glob("[0-9]*"))
 
 
+def test_a_request_belongs_to_one_training() -> None:
+    stop = StopRequest()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with stop.heeded_until_the_end():
+            assert (stop.number, stop.stopped_after) == (0, None)
+            stop.is_heeded = True
+            assert stop.request(number)
+            stop.stopped_after = 7
+        assert not stop.request(number)
+        assert stop.number == number
+
+
 @pytest.mark.represents("a training that a signal stops")
 def test_a_stopped_run_saves_its_step_and_continues_bit_for_bit(
     source, unbroken, tmp_path, monkeypatch, capsys
