@@ -293,7 +293,8 @@ def start(
             request. Otherwise the program serves rows like these alone.
 
     Returns:
-        The drafter, which replaces None, and the state to `decode`.
+        The drafter, which replaces None, and the state to `decode`. If every row states
+        ``speculation="off"``, and the state is not ``mixed``, it is a `NoDraft`.
 
     Raises:
         InputError: As for `generate`.
@@ -334,8 +335,9 @@ def start(
     adjustments = options.adjustments(tokens, lengths, config.vocab_size)
     rule = options.rule_for(drafter.draft_shape)
     limits = options.draft_limits(batch, drafter.draft_shape)
-    if limits is not None and not limits.any():
-        drafter, limits = NoDraft(), None  # no row drafts: this is plain decoding
+    if limits is not None and not limits.any() and not mixed:
+        # No row drafts: this is plain decoding. (A mixed state may take rows that draft.)
+        drafter, limits = NoDraft(), None
     rows = options.sampling.rows(batch, rule)
     # Batches that are all greedy have their own program, and all others share one. That one
     # searches for the threshold of top-k, top-p and min-p only if a row uses them.

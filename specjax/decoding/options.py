@@ -262,6 +262,8 @@ class GenerationOptions:
         stated = self.speculation
         if stated is None:
             return None
+        if isinstance(stated, np.ndarray | jax.Array):
+            stated = np.asarray(stated).tolist()
         rows: list[Any] = list(stated) if isinstance(stated, list | tuple) else [stated] * batch
         if len(rows) != batch:
             raise InputError(

@@ -155,7 +155,11 @@ class Draft:
             [0, 1]
         """
         is_allowed = jnp.asarray(self.depths) <= depths[:, None]
-        return replace(self, valid=is_allowed if self.valid is None else is_allowed & self.valid)
+        offered_by = self.offered_by
+        if offered_by is not None:
+            offered_by = offered_by & is_allowed[..., None]
+        valid = is_allowed if self.valid is None else is_allowed & self.valid
+        return replace(self, valid=valid, offered_by=offered_by)
 
     @property
     def drafted(self) -> jax.Array:

@@ -57,7 +57,8 @@ class DraftLimit:
                 )
             return cls(depth=int(stated))  # pyright: ignore[reportArgumentType]
         names = [shape_name(draft) for draft in drafts if draft is not None]
-        expected = f"give {', '.join(['auto', 'off', 'a largest depth', *names])}"
+        names = [name for name in names if " " not in name]  # a tree of one's own has no name
+        expected = f"give {', '.join(['auto', 'off', 'a largest depth such as 2', *names])}"
         if not isinstance(stated, str | DraftShape):
             raise InputError(f"speculation={stated!r}: {expected}")
         try:

@@ -81,6 +81,8 @@ def route(
         logits = logits + params["router_bias"].astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if moe.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     preference = scores + params["correction"] if moe.corrected else scores
+    if moe.scales_inputs:  # as transformers' Llama 4 selects: sigmoids of large logits are equal
+        preference = logits
     if moe.groups > 1:
         preference = jnp.where(_in_kept_groups(moe, preference), preference, -jnp.inf)
     _, chosen = jax.lax.top_k(preference, moe.experts_per_token)

@@ -895,9 +895,14 @@ class EngineLoop:
         ]
         if any(handle.output_options.logprobs is not None for handle in running):
             return self.sizes.rows, self.device.reporting, True
-        predicted = sum(handle.output_options.copies for handle in running) / len(running)
         speculations = [handle.output_options.speculation for handle in running]
-        drafting = sum(it.depth > 0 for it in speculations) / len(running)
+        num_drafting, named = (
+            sum(it.depth > 0 for it in speculations),
+            {it.draft for it in speculations},
+        )
+        copying = 0 if named - {None} else sum(it.output_options.copies for it in running)
+        # The share of the rows with a prediction among those that draft.
+        predicted = copying / max(1, num_drafting)
         # If a drafter copies predictions, it is the last one. Without it no request has a
         # prediction, and the last drafter is one like the others.
         last, ready = len(self.device.drafters) - 1, self.programs.is_ready
@@ -909,9 +914,8 @@ class EngineLoop:
             widths = (width for width in self.sizes.widths if ready("decode", width, plain, False))
             width = next(width for width in widths if width >= len(running))
         indices = [index for index in range(last + 1) if ready("decode", width, index, False)]
-        if not drafting:
+        if not num_drafting:
             return width, self.device.plain, False
-        named = {it.draft for it in speculations}
         # Drafts that requests name come first; if they name several, the fastest of them.
         indices = [index for index in indices if index in named] or indices
         is_measuring = self.programs.are_all_ready
@@ -923,7 +927,7 @@ class EngineLoop:
                 indices,
                 plain=self.device.plain,
                 is_measuring=is_measuring,
-                drafting=drafting,
+                drafting=num_drafting / len(running),
             ),
             False,
         )

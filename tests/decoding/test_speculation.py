@@ -20,6 +20,13 @@ from tests.decoding.test_loop import LENGTHS, NAMES, NEW, PROMPTS, drafters
 WISHES = ["off", 1, None]
 
 
+def test_limits_may_be_an_array() -> None:
+    options = decoding.GenerationOptions(speculation=np.array([0, 2]))
+    limits = options.draft_limits(batch=2, draft=SHAPES["chain"])
+    assert limits is not None
+    assert limits.tolist() == [0, 2]
+
+
 def several() -> Together:
     """Return drafters that draft together. A limit leaves gaps among the nodes of their union."""
     return Together((EarlyExit(layers=1, draft=SHAPES["static"]), PromptLookup(draft=4)))
@@ -48,13 +55,23 @@ def test_no_row_drafts_where_all_are_off(target) -> None:
     )
     assert isinstance(drafter, NoDraft)
     assert state.draft_limits is None
+    # Another row of a mixed state may draft.
+    drafter, state = decoding.start(
+        target, drafters()["prompt lookup"], PROMPTS, LENGTHS, options=options, mixed=True
+    )
+    assert not isinstance(drafter, NoDraft)
+    assert state.draft_limits is not None
+    assert state.draft_limits.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("speculation", "message"),
     [
         (["off"], "speculation: 1 of them; give one, or one for each of the 3 rows"),
-        ("chain:9", "speculation='chain:9': give auto, off, a largest depth, chain:3"),
+        (
+            "chain:9",
+            "speculation='chain:9': give auto, off, a largest depth such as 2, chain:3",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(target, speculation, message) -> None:
@@ -137,8 +154,10 @@ def test_the_distribution_is_exact_with_limits(shape, rule, draws) -> None:
 
 def test_the_last_node_may_follow_a_gap() -> None:
     draft = specjax.drafters.Draft.of_tree(jnp.array([[7, 2, 5, 3]] * 3), np.array([-1, 0, 1, 0]))
+    draft = draft.replace(offered_by=jnp.ones((3, 4, 1), bool).at[:, 0].set(False))
     limited = draft.limited(jnp.array([0, 1, 2]))
     assert limited.last.tolist() == [0, 3, 3]
+    assert limited.offered_by[..., 0].sum(axis=1).tolist() == [0, 2, 3]
     assert limited.length.tolist() == [0, 2, 3]
 
 

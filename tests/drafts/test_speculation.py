@@ -30,7 +30,10 @@ def test_what_may_be_stated(stated, speculation) -> None:
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ("chain:2", "speculation='chain:2': give auto, off, a largest depth, chain:3, dynamic:4"),
+        (
+            "chain:2",
+            "speculation='chain:2': give auto, off, a largest depth such as 2, chain:3, dynamic:4",
+        ),
         ("none", "speculation='none': give auto"),
         ("of", "speculation='of': give auto"),
         ("", "speculation='': give auto"),

@@ -810,7 +810,7 @@ BAD_REQUESTS = {
     r"choice=-1: must be a whole number, at least 0": {"choice": -1},
     r"key=5: give a random key": {"key": 5},
     r"key has shape \(2,\): give one key": {"key": jax.random.split(jax.random.key(0))},
-    r"speculation='chain:4': give auto, off, a largest depth, chain:3, static tree": {
+    r"speculation=.chain:4.: give auto, off, a largest depth such as 2, chain:3$": {
         "speculation": "chain:4"
     },
     r"speculation=-1: a depth is at least 0": {"speculation": -1},
