@@ -177,7 +177,7 @@ class Draft:
     @property
     def last(self) -> jax.Array:
         """The index of the last node that each row has drafted, ``[B]``; 0 if there is none."""
-        nodes = np.arange(1, self.tokens.shape[1])
+        nodes = np.arange(1, self.tokens.shape[1], dtype=np.int32)
         return jnp.max(jnp.where(self.drafted, nodes, 0), axis=1, initial=0)
 
     @property

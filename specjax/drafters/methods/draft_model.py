@@ -321,7 +321,7 @@ class DraftModel(Drafter[DraftModelState]):
         # from the first one on that another drafter alone has drafted.
         is_accepted = jnp.arange(places.shape[1]) < accepted[:, None]
         was_read = jnp.cumprod(is_accepted & (places >= 0), axis=1, dtype=jnp.int32)
-        unread = accepted - jnp.sum(was_read, axis=1)
+        unread = accepted - jnp.sum(was_read, axis=1, dtype=jnp.int32)
         cache = state.cache
         if self.draft_shape.read_slots:
             # The nodes of a chain were read in the order of its path: nothing has to be gathered.

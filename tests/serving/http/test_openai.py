@@ -274,7 +274,7 @@ def test_speculation_changes_steps_and_no_text(client: openai.OpenAI) -> None:
     ) as caught:
         ask("chain:99")
     assert caught.value.param == "speculation"
-    with pytest.raises(openai.BadRequestError, match="speculation=true"):
+    with pytest.raises(openai.BadRequestError, match="speculation: Expected"):
         ask(True)
 
 
