@@ -205,13 +205,7 @@ class GenerationOptions:
         """
         if self.thinking_budget is None:
             return None
-        stated = self.thinking_budget
-        budgets: list[Any] = list(stated) if isinstance(stated, list | tuple) else [stated] * batch
-        if len(budgets) != batch:
-            raise InputError(
-                f"thinking_budget: {len(budgets)} budgets; give one, or one for each of the"
-                f" {batch} rows"
-            )
+        budgets = _of_rows("thinking_budget", self.thinking_budget, batch, "budgets")
         for budget in budgets:
             if budget is not None and not isinstance(budget, ThinkingBudget):
                 raise InputError(
@@ -237,12 +231,7 @@ class GenerationOptions:
         """
         if self.grammar is None:
             return None
-        is_list = isinstance(self.grammar, list | tuple)
-        grammars = list(self.grammar) if is_list else [self.grammar] * batch  # pyright: ignore[reportArgumentType]
-        if len(grammars) != batch:
-            raise InputError(
-                f"grammar: {len(grammars)} grammars; give one, or one for each of the {batch} rows"
-            )
+        grammars = _of_rows("grammar", self.grammar, batch, "grammars")
         return [
             None if grammar is None else _check_grammar(grammar, vocab_size) for grammar in grammars
         ]
@@ -264,11 +253,7 @@ class GenerationOptions:
             return None
         if isinstance(stated, np.ndarray | jax.Array):
             stated = np.asarray(stated).tolist()
-        rows: list[Any] = list(stated) if isinstance(stated, list | tuple) else [stated] * batch
-        if len(rows) != batch:
-            raise InputError(
-                f"speculation: {len(rows)} of them; give one, or one for each of the {batch} rows"
-            )
+        rows = _of_rows("speculation", stated, batch)
         return np.array([DraftLimit.of(row, [draft]).depth for row in rows], np.int32)
 
     def adjustments(
@@ -433,6 +418,20 @@ def check_ids(ids: Any) -> list[int]:
     if len(rows) != 1:
         raise InputError(f"eos_token_ids={ids}: give the ids of one text, such as (2,)")
     return rows[0]
+
+
+def _of_rows(name: str, stated: Any, batch: int, noun: str = "of them") -> list[Any]:
+    """Return what an option states for each of ``batch`` rows: one for all, or a list.
+
+    Raises:
+        InputError: The list has another length. The message calls its elements by ``noun``.
+    """
+    rows: list[Any] = list(stated) if isinstance(stated, list | tuple) else [stated] * batch
+    if len(rows) != batch:
+        raise InputError(
+            f"{name}: {len(rows)} {noun}; give one, or one for each of the {batch} rows"
+        )
+    return rows
 
 
 def _is_sequence(value: Any) -> bool:

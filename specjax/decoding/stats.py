@@ -8,6 +8,9 @@ from flax import struct
 
 from specjax.sampling import likeliest
 
+_BY_PART = ("drafted_by", "accepted_by", "accepted_only_by")
+"""The counters of `Stats` that have a column for each part of a drafter."""
+
 
 @struct.dataclass
 class Stats:
@@ -66,7 +69,7 @@ class Stats:
             **{name: count() for name in ("steps", "drafted", "accepted", "scored")},
             **{name: count(depth) for name in ("drafted_at", "accepted_at")},
             histogram=count(depth + 2),
-            **{name: count(parts) for name in ("drafted_by", "accepted_by", "accepted_only_by")},
+            **{name: count(parts) for name in _BY_PART},
         )
 
     @property
@@ -93,17 +96,16 @@ class Stats:
 
 def _counts_by_part(info: "StepInfo") -> dict[str, jax.Array | int]:
     """Return what a step adds to the counters of each part, ``[B, P]`` by name."""
-    names = "drafted_by", "accepted_by", "accepted_only_by"
     offered = info.draft.offered_by
     if offered is None:  # no part drafted in this step
-        return dict.fromkeys(names, 0)
+        return dict.fromkeys(_BY_PART, 0)
     is_accepted = jnp.arange(info.path.shape[1] - 1) < info.accepted[:, None]
     accepted = jnp.take_along_axis(offered, info.path[:, 1:, None], axis=1) & is_accepted[..., None]
     only = accepted & (jnp.sum(accepted, axis=-1, keepdims=True) == 1)
     counts = (offered & info.active[:, None, None], accepted, only)
     return {
         name: jnp.sum(count, axis=1, dtype=jnp.int32)
-        for name, count in zip(names, counts, strict=True)
+        for name, count in zip(_BY_PART, counts, strict=True)
     }
 
 

@@ -130,9 +130,8 @@ class Together(Drafter[PartStates]):
                 f"draft={shape}: it has {len(shape.shapes)} parts, but there are"
                 f" {len(self.parts)} drafters; give one shape for each"
             )
-        for part in self.drafting:
-            part.check(target)
-        for part in self.parts[len(self.drafting) :]:
+        drafting = self.drafting
+        for part in (*drafting, *self.parts[len(drafting) :]):
             part.check(target)
 
     # --- what the parts need of the target ---

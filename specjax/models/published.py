@@ -13,7 +13,8 @@ import jax
 
 from specjax.errors import InputError
 from specjax.models.config import MLA, Layer, LinearAttention, ModelConfig, MoE, Rope
-from specjax.models.families import FAMILIES
+from specjax.models.families import FAMILIES, mimo_v2_flash
+from specjax.models.families.ropes import FULL, NO_POSITIONS, WINDOWED
 from specjax.models.params import declare
 
 
@@ -330,9 +331,9 @@ def _wide(config: ModelConfig) -> ModelConfig:
 
 def _first_whole(config: ModelConfig, full: Layer) -> ModelConfig:
     """Return ``config`` with windows in all layers except the first and every sixth (MiMo-V2)."""
-    count = config.num_layers
-    windowed = tuple(layer for layer in range(1, count) if (layer + 1) % 6)
-    layers = tuple(Layer() if layer in windowed else full for layer in range(count))
+    kinds = mimo_v2_flash.kinds_of(config.num_layers)
+    windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOWED)
+    layers = tuple(full if kind == FULL else Layer() for kind in kinds)
     return replace(config, windowed_layers=windowed, layers=layers)
 
 
@@ -341,7 +342,7 @@ def _without_positions(config: ModelConfig, every: int) -> ModelConfig:
     turned = [bool((layer + 1) % every) for layer in range(config.num_layers)]
     return replace(
         config,
-        layers=tuple(Layer() if has_rope else Layer(rope=Rope(kind="none")) for has_rope in turned),
+        layers=tuple(Layer() if has_rope else NO_POSITIONS for has_rope in turned),
     )
 
 

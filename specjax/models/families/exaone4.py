@@ -5,9 +5,9 @@ Three layers of four have a window, and the others no RoPE.
 
 from typing import Any
 
-from specjax.models.config import Layer, ModelConfig, Rope
+from specjax.models.config import Layer, ModelConfig
 from specjax.models.families.base import Family
-from specjax.models.families.ropes import FULL
+from specjax.models.families.ropes import FULL, NO_POSITIONS
 from specjax.models.fields import Field, Fields, FieldTable, JsonObject
 
 _FIELDS: FieldTable = {
@@ -17,14 +17,13 @@ _FIELDS: FieldTable = {
         default=None,
     ),
 }
-_NO_POSITIONS = Layer(rope=Rope(kind="none"))
 
 
 def _parse(fields: Fields) -> dict[str, Any]:
     if fields["sliding_window"] is None:  # then all layers have RoPE
         return {}
     is_full = [kind == FULL for kind in fields["layer_types"]]
-    return {"layers": tuple(_NO_POSITIONS if full else Layer() for full in is_full)}
+    return {"layers": tuple(NO_POSITIONS if full else Layer() for full in is_full)}
 
 
 def _format(config: ModelConfig) -> JsonObject:

@@ -8,7 +8,12 @@ from typing import Any
 
 from specjax.models.config import Layer, ModelConfig, MoE, Rope
 from specjax.models.families.base import Family, Fused
-from specjax.models.families.ropes import FULL
+from specjax.models.families.ropes import (
+    FULL,
+    INTERVAL_FIELDS,
+    format_rope_layers,
+    parse_rope_layers,
+)
 from specjax.models.fields import (
     CheckpointError,
     Field,
@@ -40,7 +45,7 @@ _FIELDS: FieldTable = {
         lambda value: type(value) is list and all(item in (0, 1) for item in value),
         default=None,
     ),
-    "no_rope_layer_interval": whole(1, 10_000, default=4),
+    **INTERVAL_FIELDS,
     "attention_chunk_size": whole(1, 1_000_000_000, default=None),
     "attn_temperature_tuning": flag(default=True),
     "floor_scale": whole(1, 1_000_000_000, default=8192),
@@ -53,12 +58,8 @@ def _parse(fields: Fields) -> dict[str, Any]:
     sparse = fields["moe_layers"]
     if sparse is None:
         sparse = range(every - 1, count, every)
-    interval = fields["no_rope_layer_interval"]
-    turned = fields["no_rope_layers"] or [int((i + 1) % interval != 0) for i in range(count)]
-    if len(turned) < count:
-        raise CheckpointError(
-            f"no_rope_layers names {len(turned)} layers of num_hidden_layers={count}: name each"
-        )
+    # As transformers does, take an empty list for none.
+    turned = parse_rope_layers(fields, fields["no_rope_layers"] or None)
     moe = MoE(
         num_experts=fields["num_local_experts"],
         experts_per_token=1,
@@ -75,16 +76,16 @@ def _parse(fields: Fields) -> dict[str, Any]:
         original_max_positions=fields["floor_scale"] if growth else None,
         growth_offset=1 if growth else 0,
     )
-    layers = tuple(Layer() if has_rope else Layer(rope=unturned) for has_rope in turned[:count])
+    layers = tuple(Layer() if has_rope else Layer(rope=unturned) for has_rope in turned)
     return {
         "moe": moe,
         "intermediate_size": fields["intermediate_size_mlp"],
-        "layers": layers if not all(turned[:count]) else (),
+        "layers": () if all(turned) else layers,
         **_chunks(fields, turned),
     }
 
 
-def _chunks(fields: Fields, turned: list[int]) -> dict[str, Any]:
+def _chunks(fields: Fields, turned: list[bool]) -> dict[str, Any]:
     """Return the fields of `ModelConfig` for the layers that see one chunk."""
     size, kinds = fields["attention_chunk_size"], fields["layer_types"]
     if kinds is None:
@@ -105,7 +106,7 @@ def _format(config: ModelConfig) -> JsonObject:
     kinds = [CHUNKED if layer in config.windowed_layers else FULL for layer in range(count)]
     raw: JsonObject = {
         "intermediate_size_mlp": config.intermediate_size,
-        "no_rope_layers": [int(rope.kind != "none") for rope in ropes],
+        **format_rope_layers(config),
         "layer_types": kinds,
         "attention_chunk_size": config.sliding_window,
         "sliding_window": None,

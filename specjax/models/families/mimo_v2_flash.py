@@ -119,7 +119,7 @@ def _format(config: ModelConfig) -> JsonObject:
     )
 
 
-def _kinds(count: int) -> list[str]:
+def kinds_of(count: int) -> list[str]:
     """Return the kinds of layers of a file without ``layer_types``: the first is full as well."""
     return [FULL if layer == 0 or (layer + 1) % 6 == 0 else WINDOWED for layer in range(count)]
 
@@ -144,7 +144,7 @@ MIMO_V2_FLASH = Family(
     },
     biases={"attention_bias": ("qkv_bias",)},
     windows="any",
-    kinds_by_default=_kinds,
+    kinds_by_default=kinds_of,
     ropes_by_kind=True,
     fields=_FIELDS,
     aliases={"num_local_experts": "n_routed_experts"},

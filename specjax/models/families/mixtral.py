@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from specjax.models.config import ModelConfig
 from specjax.models.families import experts
 from specjax.models.families.base import Family
 from specjax.models.fields import Fields
@@ -10,10 +9,6 @@ from specjax.models.fields import Fields
 
 def _parse(fields: Fields) -> dict[str, Any]:
     return {"moe": experts.parse_alone(fields)}
-
-
-def _format(config: ModelConfig) -> dict[str, Any]:
-    return experts.format_alone(config)
 
 
 MIXTRAL = Family(
@@ -33,6 +28,6 @@ MIXTRAL = Family(
     fields=experts.ALONE_FIELDS,
     aliases={"num_experts": "num_local_experts"},
     parse=_parse,
-    format=_format,
+    format=experts.format_alone,
     names=experts.ALONE_NAMES,
 )

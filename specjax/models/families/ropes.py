@@ -1,6 +1,6 @@
 """The rotary embeddings in config.json: one for all layers, or one for each kind of layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from specjax.models.config import Layer, ModelConfig, Rope
@@ -276,3 +276,37 @@ def ropes_of(config: ModelConfig) -> dict[str, Rope]:
 def format_by_kind(config: ModelConfig) -> JsonObject:
     """Return the fields that `parse_by_kind` reads."""
     return {"rope_parameters": {kind: format_rope(rope) for kind, rope in ropes_of(config).items()}}
+
+
+# --- layers without RoPE --------------------------------------------------------------------------
+
+NO_POSITIONS = Layer(rope=Rope(kind="none"))
+"""The difference of a layer without RoPE."""
+
+INTERVAL_FIELDS: FieldTable = {"no_rope_layer_interval": whole(1, 10_000, default=4)}
+"""The field that says which layers have no RoPE where ``no_rope_layers`` does not name them."""
+
+
+def parse_rope_layers(fields: Fields, stated: Sequence[int] | None) -> list[bool]:
+    """Return for each layer whether it has RoPE.
+
+    Args:
+        fields: the fields of config.json, with `INTERVAL_FIELDS`.
+        stated: the value of ``no_rope_layers``; None: one layer of every interval has none.
+
+    Raises:
+        CheckpointError: Layers are missing.
+    """
+    count, every = fields["num_hidden_layers"], fields["no_rope_layer_interval"]
+    turned = [(layer + 1) % every for layer in range(count)] if stated is None else stated
+    if len(turned) < count:
+        raise CheckpointError(
+            f"no_rope_layers names {len(turned)} layers of num_hidden_layers={count}: name each"
+        )
+    return [bool(has_rope) for has_rope in turned[:count]]
+
+
+def format_rope_layers(config: ModelConfig) -> JsonObject:
+    """Return the ``no_rope_layers`` that `parse_rope_layers` reads."""
+    kinds = [config.of_layer(layer).rope.kind for layer in range(config.num_layers)]
+    return {"no_rope_layers": [int(kind != "none") for kind in kinds]}

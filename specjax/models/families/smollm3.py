@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from specjax.models.config import Layer, ModelConfig, Rope
+from specjax.models.config import Layer, ModelConfig
 from specjax.models.families.base import Family
-from specjax.models.fields import CheckpointError, Field, Fields, FieldTable, JsonObject, whole
+from specjax.models.families.ropes import (
+    INTERVAL_FIELDS,
+    NO_POSITIONS,
+    format_rope_layers,
+    parse_rope_layers,
+)
+from specjax.models.fields import Field, Fields, FieldTable, JsonObject
 
 _FIELDS: FieldTable = {
     "no_rope_layers": Field(
@@ -14,34 +20,25 @@ _FIELDS: FieldTable = {
         ),
         default=None,
     ),
-    "no_rope_layer_interval": whole(1, 10_000, default=4),
+    **INTERVAL_FIELDS,
 }
-_NO_POSITIONS = Layer(rope=Rope(kind="none"))
 
 
 def _parse(fields: Fields) -> dict[str, Any]:
-    count = fields["num_hidden_layers"]
-    every = fields["no_rope_layer_interval"]
-    turned = fields["no_rope_layers"]
-    if turned is None:
-        turned = [(layer + 1) % every for layer in range(count)]
-    if len(turned) < count:
-        raise CheckpointError(
-            f"no_rope_layers names {len(turned)} layers of num_hidden_layers={count}: name each"
-        )
+    turned = parse_rope_layers(fields, fields["no_rope_layers"])
     windows: dict[str, Any] = {}
     # Without layer_types the layers without RoPE have a window, if any layers do.
     if fields["layer_types"] is None:
         if _has_windows(fields):
-            windowed = tuple(layer for layer in range(count) if not turned[layer])
+            windowed = tuple(layer for layer, has_rope in enumerate(turned) if not has_rope)
         else:
             windowed = ()
         windows = {
             "sliding_window": fields["sliding_window"] if windowed else None,
             "windowed_layers": windowed,
         }
-    layers = tuple(Layer() if has_rope else _NO_POSITIONS for has_rope in turned[:count])
-    return windows | {"layers": () if all(turned[:count]) else layers}
+    layers = tuple(Layer() if has_rope else NO_POSITIONS for has_rope in turned)
+    return windows | {"layers": () if all(turned) else layers}
 
 
 def _has_windows(fields: Fields) -> bool:
@@ -49,9 +46,8 @@ def _has_windows(fields: Fields) -> bool:
 
 
 def _format(config: ModelConfig) -> JsonObject:
-    turned = [int(config.of_layer(i).rope.kind != "none") for i in range(config.num_layers)]
     # transformers' default padding id does not exist in smaller vocabularies.
-    return {"no_rope_layers": turned, "pad_token_id": None}
+    return format_rope_layers(config) | {"pad_token_id": None}
 
 
 SMOLLM3 = Family(
