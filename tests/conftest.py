@@ -12,10 +12,13 @@ from importlib.metadata import version
 
 os.environ["SPECJAX_TYPECHECK"] = "1"  # before specjax is imported
 # All tests and workers of a run share what they compile, and nothing of an earlier run. It is set
-# before jax is imported.
+# before jax is imported. `.ci/run` names a folder for the runs of all its tiers.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specjax-tests-")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    if folder := os.environ.get("SPECJAX_TEST_PROGRAMS"):
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    else:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specjax-tests-")
+        atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 # Most of the time goes into compiling. With the least effort and XLA's older emitters, it takes a
 # quarter of the time; long computations then take half as long again.

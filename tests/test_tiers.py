@@ -33,8 +33,8 @@ def test_slow():
 def run(pytester: pytest.Pytester):
     """Run a file of tests, with options, in this process and with the plugins of this folder."""
     pytester.makeini(
-        "[pytest]\nmarkers =\n  full\n  full_except\n  thorough\n  browser\n  kills_alone\n "
-        " represents\n"
+        "[pytest]\nmarkers =\n  full\n  full_except\n  thorough_except\n  thorough\n  browser\n"
+        "  kills_alone\n  represents\n"
     )
 
     def run(source: str, *options: str) -> pytest.RunResult:
@@ -50,6 +50,12 @@ def test_cases_that_are_not_named_belong_to_the_full_tier(run) -> None:
     source = CASES.format(names="'chain', 'dynamic'")
     run(source, "-m", "not full").assert_outcomes(passed=3, deselected=2)
     run(source, "-m", "full").assert_outcomes(passed=2, deselected=3)
+
+
+def test_cases_of_a_slow_test_that_are_not_named_are_thorough(run) -> None:
+    source = CASES.format(names="'chain'").replace("full_except", "thorough_except")
+    run(source, "-m", "thorough").assert_outcomes(passed=2, deselected=3)
+    run(source, "-m", "not thorough").assert_outcomes(passed=3, deselected=2)
 
 
 def test_a_named_case_must_exist(run) -> None:

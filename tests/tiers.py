@@ -1,9 +1,10 @@
 """Put the cases of one test into two tiers.
 
 A pytest plugin, loaded by ``conftest.py``. ``make test`` runs the tests without the markers
-``full``, ``thorough`` and ``browser``, and ``make test-full`` also those with ``full``. A
-parametrized test often needs only a few of its cases in the first tier. It names these by their
-ids, and all other cases are ``full``:
+``full``, ``thorough`` and ``browser``, ``make test-full`` those with ``full`` and without
+``thorough``, and ``make test-thorough`` all of them. A parametrized test often needs only a few of
+its cases in the earlier tier. It names these by their ids, and all other cases are ``full``, or
+``thorough``:
 
     @pytest.mark.full_except("chain", "dynamic")
     @pytest.mark.parametrize("shape", SHAPES)
@@ -15,29 +16,38 @@ from collections import defaultdict
 import pytest
 
 
+TIERS = {"full_except": "full", "thorough_except": "thorough"}
+"""The tier of the cases that each marker does not name."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark every case that `full_except` does not name as ``full``.
+    """Mark every case that `full_except` or `thorough_except` does not name.
 
     Raises:
         pytest.UsageError: a named case does not exist.
     """
+    for name, tier in TIERS.items():
+        _mark_cases(config, items, name, tier)
+
+
+def _mark_cases(config: pytest.Config, items: list[pytest.Item], name: str, tier: str) -> None:
     cases = defaultdict(set)
-    names = {}
+    named = {}
     for item in items:
-        marker = item.get_closest_marker("full_except")
+        marker = item.get_closest_marker(name)
         if marker is None:
             continue
         case = item.callspec.id if hasattr(item, "callspec") else ""
         test = item.nodeid.partition("[")[0]
         cases[test].add(case)
-        names[test] = set(marker.args)
+        named[test] = set(marker.args)
         if case not in marker.args:
-            item.add_marker(pytest.mark.full)
+            item.add_marker(getattr(pytest.mark, tier))
     if any("::" in argument for argument in config.args):
         return  # the user named single cases: the rest are not missing
-    for test, expected in names.items():
+    for test, expected in named.items():
         if missing := sorted(expected - cases[test]):
             raise pytest.UsageError(
-                f"{test}: full_except names {missing}; the cases are {sorted(cases[test])}"
+                f"{test}: {name} names {missing}; the cases are {sorted(cases[test])}"
             )

@@ -249,6 +249,9 @@ def p_value(
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    *(f"{rule}-plain" for rule in RULES), "matching-nucleus", "siblings-nucleus"
+)
 @pytest.mark.parametrize("setting", ["plain", "nucleus"])
 @pytest.mark.parametrize("rule", list(RULES))
 def test_the_distribution_is_that_of_the_law(rule, setting) -> None:

@@ -103,7 +103,7 @@ def test_the_text_is_that_of_plain_decoding(config: str, weights: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", usual(DRAFTERS, ["early exit", "eagle3"]))
+@pytest.mark.parametrize("name", usual(DRAFTERS, ["eagle3"]))
 def test_quantized_drafters_pass_conformance(name: str) -> None:
     target = target_of(PLAIN, "int8")
     drafter = DRAFTERS[name](target)

@@ -78,7 +78,8 @@ def expected(prompt: list[int], grammar: Any, seed: int, temperature: float) -> 
     "drafter",
     [
         pytest.param("chain", marks=pytest.mark.represents("constrained texts in the engine")),
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("none", "dynamic tree")),
+        pytest.param("dynamic tree", marks=pytest.mark.full),
+        pytest.param("none", marks=pytest.mark.thorough),
     ],
 )
 def test_every_text_is_that_of_generate(drafter) -> None:
@@ -200,6 +201,7 @@ def test_log_probabilities_and_predictions_beside_and_under_a_grammar() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("dynamic tree")
 @pytest.mark.parametrize("drafter", ["none", "dynamic tree"])
 def test_a_prediction_changes_the_time_of_a_constrained_text_alone(drafter, monkeypatch) -> None:
     """Check right, wrong and illegal predictions beside a free row, with few pages."""

@@ -124,6 +124,19 @@ def plain_texts(target: Any) -> list[list[int]]:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "hybrid, modules",
+    "hybrid, a tree",
+    "latents, EAGLE-3",
+    "windows, a draft model",
+    "layers that share",
+    "experts, heads",
+    "8-bit cache",
+    "streaming",
+    "another vocabulary",
+    "attention over layers",
+    "paused",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_constrained_texts_come_and_go_with_every_kind(kind) -> None:
     """Check five texts in two rows, with pages for a few of them."""

@@ -90,11 +90,22 @@ def expected(target: Any, prompt: list[int], grammar: Any, seed: int, setting: A
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                *(("free", drafter, "plain") for drafter in DRAFTERS if drafter != "chain"),
-                ("chosen", "chain", "plain"),
+                ("free", "sampled tree", "plain"),
+                ("free", "EAGLE-3 of few tokens", "plain"),
                 ("chosen", "dynamic tree", "plain"),
                 ("masked", "chain", "plain"),
                 ("free", "chain", "hybrid"),
+            )
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("free", "none", "plain"),
+                ("free", "prompt lookup", "plain"),
+                ("free", "the target itself", "plain"),
+                ("free", "static tree", "plain"),
+                ("free", "dynamic tree", "plain"),
+                ("chosen", "chain", "plain"),
                 ("chosen", "chain", "hybrid"),
             )
         ),

@@ -95,13 +95,18 @@ def outputs(served: Engine) -> list[list[int]]:
         *(
             pytest.param(drafter, kinds, marks=pytest.mark.full)
             for drafter, kinds in (
-                ("none", "chosen"),
                 ("dynamic tree", "chosen"),
-                ("EAGLE-3 of few tokens", "chosen"),
-                ("prompt lookup", "masked"),
                 ("chain", "masked"),
                 ("chain", "free"),
                 ("dynamic tree", "free"),
+            )
+        ),
+        *(
+            pytest.param(drafter, kinds, marks=pytest.mark.thorough)
+            for drafter, kinds in (
+                ("none", "chosen"),
+                ("EAGLE-3 of few tokens", "chosen"),
+                ("prompt lookup", "masked"),
             )
         ),
     ],

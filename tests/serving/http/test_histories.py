@@ -50,7 +50,7 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "fields",
     [

@@ -398,6 +398,6 @@ FULL = BASE | {
 }
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.thorough)])
 def test_whatever_a_body_is_it_is_answered_or_refused(count: int) -> None:
     check_mutations(FULL, PATH, count, {"error"})

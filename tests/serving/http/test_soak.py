@@ -32,7 +32,8 @@ GROWTH = 16 * 2**20
 """Bytes by which the server may grow after the first third of a run.
 
 Allocators keep 3 MiB. Ten minutes have more than a thousand requests, so they show a leak of 20 kB
-per request. One minute shows a leak that ends a server within an hour.
+per request. Half a minute shows a leak that ends a server within half an
+hour.
 """
 
 TIES = 200
@@ -83,7 +84,7 @@ def larger(tmp_path_factory) -> Iterator[Server]:
 
 @pytest.mark.full
 def test_whoever_stays_gets_a_whole_text_and_whoever_goes_leaves_nothing(server: Shared):
-    _hold(Server(server.url, server.process.pid, KEY), "tiny", 60)
+    _hold(Server(server.url, server.process.pid, KEY), "tiny", 30)
 
 
 @pytest.mark.thorough
