@@ -83,7 +83,7 @@ PAIRS = {
 }
 
 
-OFTEN = ("tree and copies", "two trees")
+OFTEN = ("tree and copies",)
 
 
 @pytest.mark.full
