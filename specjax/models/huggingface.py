@@ -102,9 +102,7 @@ def declare_stored(
         has_headers = False
     if has_headers:
         return _reader(files, config, jnp.float32, None, mesh, weights)[0]
-    quantization = files.raw.get("quantization_config")
-    published.check_config(quantization, files.file)
-    stated = partial(published.stated_form, quantization or {})
+    stated = partial(published.stated_form, files.quantization)
     form_of = schemes.of_model(forms_for(files, weights, mesh, stated), config.tie_embeddings)
     return schemes.declare(declarations.declare(config), form_of, mesh)
 

@@ -20,10 +20,14 @@ class Float8Tensor:
     """A tensor of a safetensors file whose slices are read as ``float8_e4m3fn``.
 
     The slices of safetensors do not support this type.
+
+    Args:
+        numbers: the tensor, in a map of the file.
+        path: the path of the file, for errors.
     """
 
-    def __init__(self, numbers: np.ndarray) -> None:
-        self._numbers = numbers
+    def __init__(self, numbers: np.ndarray, path: Path) -> None:
+        self._numbers, self.path = numbers, path
 
     def get_shape(self) -> list[int]:
         """Return the shape."""
@@ -52,4 +56,4 @@ def open_tensors(path: Path, names: Sequence[str]) -> dict[str, Float8Tensor]:
         shape, (start, stop) = header[name]["shape"], header[name]["data_offsets"]
         return mapped[start:stop].view(jnp.float8_e4m3fn).reshape(shape)
 
-    return {name: Float8Tensor(numbers(name)) for name in names}
+    return {name: Float8Tensor(numbers(name), path) for name in names}

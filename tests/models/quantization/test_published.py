@@ -451,7 +451,7 @@ def edit_group(name: str, part: str | None = None, **changes):
 CONFIG_FAULTS = [
     (
         edit_config(PACKED, quant_method="quark"),
-        "quant_method='quark': must be one of fp8, mxfp4, compressed-tensors, awq, gptq: use",
+        "quant_method='quark': must be one of fp8, mxfp4, compressed-tensors, awq, gptq, modelopt: use",
     ),
     (edit_config(PACKED, quant_method=None), "quant_method=None: must be one of"),
     (edit_config(PACKED, quant_method=["awq"]), r"quant_method=\['awq'\]: must be one of"),
@@ -474,7 +474,7 @@ CONFIG_FAULTS = [
     ),
     (
         edit_group(PACKED, format="nvfp4-pack-quantized"),
-        "config_groups.group_0.format='nvfp4-pack-quantized': must be one of int-",
+        "config_groups.group_0.weights.type='int': must be float: use",
     ),
     (edit_group(PACKED, format="marlin-24"), "format='marlin-24': must be one of"),
     (
