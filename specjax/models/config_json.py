@@ -100,7 +100,6 @@ def read_config(files: CheckpointFiles) -> ModelConfig:
     """
     directories.check(files)
     config = parse_config(files.raw, files.file)
-    _ = files.quantization  # checks ModelOpt's own file too
     source = str(files.directory / generation_config.FILE)
     eos = check_fields(files.json(generation_config.FILE, {}), _GENERATION, source)["eos_token_id"]
     if eos is None:

@@ -141,6 +141,8 @@ def check_config(raw: Any, source: str) -> None:
 def of_modelopt_file(content: JsonObject, source: str, beside: Any = None) -> JsonObject:
     """Return what an hf_quant_config.json says, as a ``quantization_config``.
 
+    Its ``quant_algo`` is None if only the KV cache is quantized, or nothing.
+
     Args:
         content: the object in the file.
         source: the path of the file, for errors.
@@ -159,17 +161,16 @@ def of_modelopt_file(content: JsonObject, source: str, beside: Any = None) -> Js
     need, raw = _Need(source, "quantization"), content.get("quantization")
     need(isinstance(raw, dict), "", raw, "an object")
     assert isinstance(raw, dict)
-    raw = {**raw, "quant_method": "modelopt"}
+    raw = {"quant_algo": None, **raw, "quant_method": "modelopt"}
     if "exclude_modules" in raw:
         raw["ignore"] = raw.pop("exclude_modules")
-    _check_modelopt(raw, need, ignored="exclude_modules")
+    algorithm = raw["quant_algo"]
+    if algorithm is not None:
+        _check_modelopt(raw, need, ignored="exclude_modules")
     if beside is not None and method_of(beside) == "modelopt":
-        algorithm = beside["quant_algo"]
+        expected = beside["quant_algo"]
         need(
-            raw["quant_algo"] == algorithm,
-            "quant_algo",
-            raw["quant_algo"],
-            f"{algorithm}, as in config.json",
+            algorithm == expected, "quant_algo", algorithm, f"{expected}, as in config.json beside it"
         )
     return raw
 
@@ -286,7 +287,7 @@ def _check_size(raw: Fields, algorithm: Any, need: _Need, field: str) -> None:
 
 def _stated_by_modelopt(raw: Fields, module: str) -> Form | None:
     """Return the form of a module's matrix, under any of the names of models with images."""
-    algorithm = raw["quant_algo"]
+    algorithm = raw["quant_algo"]  # None: only the KV cache is quantized
     if algorithm == _MIXED:
         algorithm = next(
             (
@@ -487,7 +488,7 @@ class _Parts:
 
     def __init__(self, tensors: Mapping[str, Any], raw: Fields, directory: Path) -> None:
         self.tensors, self.raw, self.directory = tensors, raw, directory
-        self.is_modelopt = method_of(raw) == "modelopt"
+        self.is_modelopt = method_of(raw) == "modelopt" and raw["quant_algo"] is not None
 
     def place(self, *names: str) -> Path:
         """Return the file of the first of ``names`` that is there; the directory if unknown."""
