@@ -274,5 +274,5 @@ def _open_safetensors(path: Path) -> dict[str, Any]:
         ) from None
     names = handle.keys()  # the handle is not a dict
     tensors: dict[str, Any] = {name: _Slices(handle.get_slice(name), path) for name in names}
-    in_float8 = [key for key, tensor in tensors.items() if tensor.get_dtype() == float8.KIND]
-    return tensors | (float8.open_tensors(path, in_float8) if in_float8 else {})
+    in_bytes = [key for key, tensor in tensors.items() if tensor.get_dtype() in float8.TYPES]
+    return tensors | (float8.open_tensors(path, in_bytes) if in_bytes else {})

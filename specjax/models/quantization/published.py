@@ -2,18 +2,20 @@
 
 Supported are FP8 with a scale for each block (DeepSeek, Qwen) or for each matrix;
 compressed-tensors with 8-bit integers (``int-quantized``), FP8 (``float-quantized``) and packed
-integers (``pack-quantized``); AWQ; GPTQ; and NVFP4, of compressed-tensors (``nvfp4-pack-quantized``)
-and, beside FP8, of NVIDIA's ModelOpt. `mxfp4` reads gpt-oss's format. All others are refused by name:
-a model whose layout is misread generates nonsense.
+integers (``pack-quantized``); AWQ; GPTQ; NVIDIA's ModelOpt with FP8 and NVFP4; and NVFP4 of
+compressed-tensors (``nvfp4-pack-quantized``). `mxfp4` reads gpt-oss's format. All others are
+refused by name: a model whose layout is misread generates nonsense.
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.models.fields import CheckpointError, Fields, JsonObject, show
@@ -30,7 +32,7 @@ from specjax.models.quantization.stored import (
     StoredMatrix,
     is_neighbourly,
 )
-from specjax.models.quantization.weights import BLOCK, Form
+from specjax.models.quantization.weights import BLOCK, Form, matrices_in
 
 ADVICE = "use the checkpoint without quantization, and weights='int8' or 'int4'"
 """The remedy for a quantized checkpoint that cannot be read."""
@@ -170,7 +172,10 @@ def of_modelopt_file(content: JsonObject, source: str, beside: Any = None) -> Js
     if beside is not None and method_of(beside) == "modelopt":
         expected = beside["quant_algo"]
         need(
-            algorithm == expected, "quant_algo", algorithm, f"{expected}, as in config.json beside it"
+            algorithm == expected,
+            "quant_algo",
+            algorithm,
+            f"{expected}, as in config.json beside it",
         )
     return raw
 
@@ -474,9 +479,51 @@ def matrices(
                 f"{directory}: it holds both {show(base)} and {show(name)}: download the checkpoint"
                 " again"
             )
+        if parts.is_modelopt and matrix.form.kind == "fp8":
+            matrix.layout = "FP8"
         matrix_by_name[base] = matrix
         used |= names
     return matrix_by_name, used
+
+
+def conversions(
+    tensors: Mapping[str, Any], declared: Any, dtype: np.dtype, source: str
+) -> str | None:
+    """Return the line that says what NVFP4 and ModelOpt's FP8 become; None without them.
+
+    Args:
+        tensors: the tensors of a checkpoint, with its `matrices`.
+        declared: the declarations of the parameters that are read.
+        dtype: the type of the parameters that are not quantized.
+        source: the file that the line is about.
+    """
+    form_by_name = {
+        name.removesuffix(":values"): matrix.form
+        for matrix in matrices_in(declared)
+        for name in matrix.values.stored_names
+    }
+    names = {name for param in jax.tree.leaves(declared) for name in param.stored_names}
+    counts: Counter[tuple[str, str]] = Counter()
+    for name in names.intersection(tensors) | form_by_name.keys():
+        layout = getattr(tensors.get(name), "layout", "")
+        form = form_by_name.get(name)
+        counts[layout, dtype.name if form is None else _in_words(form)] += bool(layout)
+    parts = [
+        f"{layout} as {result} ({count:,} {'tensor' if count == 1 else 'tensors'})"
+        for (layout, result), count in sorted(counts.items())
+        if count
+    ]
+    if not parts:
+        return None
+    return (
+        f"{source}: it is read with {', '.join(parts)}; activations are not quantized, and stored"
+        " scales for them and for the KV cache are not used"
+    )
+
+
+def _in_words(form: Form) -> str:
+    """Return what a form is: "int8 in groups of 16"."""
+    return f"{form.kind} in groups of {form.group}" if form.group else form.kind
 
 
 Found = tuple[str, StoredMatrix, set[str]]
@@ -503,9 +550,10 @@ class _Parts:
         """Return the tensor ``name`` of the matrix ``whole``, which must have one of ``shapes``."""
         tensor = self.tensors.get(name)
         if tensor is None:
+            place = self.place(whole, f"{whole}_packed")
             raise CheckpointError(
-                f"{self.place(whole, f'{whole}_packed')}: {show(whole)} is quantized, and {show(name)}, which goes with"
-                " it, is missing: download the checkpoint again"
+                f"{place}: {show(whole)} is quantized, and {show(name)}, which goes with it, is"
+                " missing: download the checkpoint again"
             )
         shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
         if shape not in shapes or kind not in kinds:

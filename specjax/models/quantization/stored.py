@@ -70,9 +70,11 @@ class StoredMatrix(Parts):
 
     Attributes:
         is_kept: whether it can stay quantized as it is; otherwise it is read as floats.
+        layout: the name of the layout in the file, if it is said when a model is loaded.
     """
 
     is_kept = True
+    layout = ""
 
     @abstractmethod
     def get_shape(self) -> list[int]:

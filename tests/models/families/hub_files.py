@@ -12,8 +12,8 @@ from typing import Any
 
 from specjax.models import config_json
 from specjax.models.fields import CheckpointError
-from specjax.models.quantization import published as quantized
 from specjax.models.published import parameter_count
+from specjax.models.quantization import published as quantized
 
 END = "_config.json"
 

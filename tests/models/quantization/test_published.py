@@ -451,7 +451,7 @@ def edit_group(name: str, part: str | None = None, **changes):
 CONFIG_FAULTS = [
     (
         edit_config(PACKED, quant_method="quark"),
-        "quant_method='quark': must be one of fp8, mxfp4, compressed-tensors, awq, gptq, modelopt: use",
+        "quant_method='quark': must be one of fp8, mxfp4, compressed-tensors, awq, gptq, modelopt:",
     ),
     (edit_config(PACKED, quant_method=None), "quant_method=None: must be one of"),
     (edit_config(PACKED, quant_method=["awq"]), r"quant_method=\['awq'\]: must be one of"),
