@@ -105,6 +105,10 @@ def test_each_expert_may_have_a_scale_of_its_own() -> None:
     factors = parts["up_weight_scale_2"] * np.float32([1, 2])
     experts = Nvfp4Experts(Numbers(parts["up"]), scales, factors)
     np.testing.assert_array_equal(experts[:, :, :], expected * np.float32([[[1]], [[2]]]))
+    parts, expected = modelopt.experts_of("up", (2, 32, 4), FP8, np.random.default_rng(0))
+    factors = parts["up_weight_scale"] * np.float32([1, 2])
+    experts = PlainExperts(Numbers(parts["up"]), Numbers(factors))
+    np.testing.assert_array_equal(experts[:, :, :], expected * np.float32([[[1]], [[2]]]))
 
 
 def test_a_block_that_was_divided_by_a_scale_of_0_is_zeros_and_other_zeros_are_refused() -> None:
