@@ -137,8 +137,8 @@ class Nvfp4Matrix(OneMatrix):
         self._factor, self._divides = np.float32(factor), divides
 
     def numbers(self, outputs: slice, inputs: slice) -> np.ndarray:
-        held, within = _bytes(self.shape[1], inputs)
-        return doubled(self._stored[outputs, held])[:, within]
+        in_bytes, within = _bytes(self.shape[1], inputs)
+        return doubled(self._stored[outputs, in_bytes])[:, within]
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
         outputs, inputs = part
@@ -215,8 +215,8 @@ class Nvfp4Experts(StoredMatrix):
 
     def _numbers(self, experts: slice, inputs: slice, outputs: slice) -> np.ndarray:
         """Return twice the numbers, int8 ``[experts, inputs, outputs]``."""
-        held, within = _bytes(self._shape[1], inputs)
-        stored = self._stored[experts, held, outputs]
+        in_bytes, within = _bytes(self._shape[1], inputs)
+        stored = self._stored[experts, in_bytes, outputs]
         by_input = doubled(np.ascontiguousarray(stored.swapaxes(1, 2)))
         return by_input.swapaxes(1, 2)[:, within]
 

@@ -253,8 +253,8 @@ def mixed(name: str) -> str | None:
 @pytest.mark.parametrize("is_beside", [True, False])
 def test_algorithms_may_differ_and_the_scales_of_a_cache_are_not_used(tmp_path, is_beside) -> None:
     tiny_target(**SIZES).save_pretrained(tmp_path)
-    own = MIXED | {"quant_method": "modelopt", "ignore": ["mtp*"]}
-    modelopt.quantize(tmp_path, mixed, None if is_beside else own, MIXED if is_beside else None)
+    in_config = MIXED | {"quant_method": "modelopt", "ignore": ["mtp*"]}
+    modelopt.quantize(tmp_path, mixed, None if is_beside else in_config, MIXED if is_beside else None)
     file = tmp_path / "model.safetensors"
     cache = {f"model.layers.0.self_attn.{kind}_proj.{kind}_scale" for kind in "kv"}
     save_file(modelopt.load(file) | {name: np.ones((), np.float32) for name in cache}, file)
@@ -441,7 +441,7 @@ def test_what_modelopt_may_also_do_is_refused_by_name(edit, message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "beside", "message"),
+    ("in_config", "beside", "message"),
     [
         (None, {"quant_algo": "W4A8_AWQ"}, "quantization.quant_algo='W4A8_AWQ': must be"),
         (None, {"quant_algo": NVFP4, "exclude_modules": 1}, "quantization.exclude_modules=1: must"),
@@ -449,8 +449,8 @@ def test_what_modelopt_may_also_do_is_refused_by_name(edit, message) -> None:
         (OWN, {"quant_algo": None}, "quant_algo=None: must be NVFP4, as in config.json"),
     ],
 )
-def test_a_file_beside_is_checked_and_must_agree(tmp_path, own, beside, message) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": own}))
+def test_a_file_beside_is_checked_and_must_agree(tmp_path, in_config, beside, message) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": in_config}))
     file = tmp_path / "hf_quant_config.json"
     file.write_text(json.dumps({"quantization": beside}))
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}: .*{message}"):
