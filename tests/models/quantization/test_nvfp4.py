@@ -254,7 +254,9 @@ def mixed(name: str) -> str | None:
 def test_algorithms_may_differ_and_the_scales_of_a_cache_are_not_used(tmp_path, is_beside) -> None:
     tiny_target(**SIZES).save_pretrained(tmp_path)
     in_config = MIXED | {"quant_method": "modelopt", "ignore": ["mtp*"]}
-    modelopt.quantize(tmp_path, mixed, None if is_beside else in_config, MIXED if is_beside else None)
+    modelopt.quantize(
+        tmp_path, mixed, None if is_beside else in_config, MIXED if is_beside else None
+    )
     file = tmp_path / "model.safetensors"
     cache = {f"model.layers.0.self_attn.{kind}_proj.{kind}_scale" for kind in "kv"}
     save_file(modelopt.load(file) | {name: np.ones((), np.float32) for name in cache}, file)
