@@ -95,6 +95,25 @@ class CheckpointFiles:
         """The path of config.json, as errors name it."""
         return str(self.directory / CONFIG)
 
+    @cached_property
+    def quantization(self) -> JsonObject:
+        """The checked description of the quantization; empty if there is none.
+
+        It is ``quantization_config`` of config.json, or that of ModelOpt's hf_quant_config.json.
+
+        Raises:
+            CheckpointError: The quantization is not supported, or the two contradict each other.
+        """
+        stated = self.json(CONFIG, {}).get("quantization_config")
+        published.check_config(stated, self.file)
+        separate = self.json(published.MODELOPT_FILE, {})
+        if separate and (stated is None or published.method_of(stated) == "modelopt"):
+            path = str(self.directory / published.MODELOPT_FILE)
+            separate = published.of_modelopt_file(separate, path, stated)
+        else:
+            separate = {}
+        return stated or separate
+
     # --- tensors ---
 
     @cached_property
@@ -161,9 +180,7 @@ class CheckpointFiles:
                     " again"
                 )
             tensors |= file_tensors
-        quantization = self.json(CONFIG, {}).get("quantization_config")
-        published.check_config(quantization, self.file)
-        matrices, used = published.matrices(tensors, quantization or {}, self.directory)
+        matrices, used = published.matrices(tensors, self.quantization, self.directory)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in used} | matrices
         return mxfp4.unpacked(tensors, self.directory)
 
@@ -235,8 +252,8 @@ class _Slices:
     The slices of safetensors itself do not support steps.
     """
 
-    def __init__(self, stored: Any) -> None:
-        self._stored = stored
+    def __init__(self, stored: Any, path: Path) -> None:
+        self._stored, self.path = stored, path
         self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
@@ -256,6 +273,6 @@ def _open_safetensors(path: Path) -> dict[str, Any]:
             f"{path} is truncated or damaged ({' '.join(str(error).split())}): download it again"
         ) from None
     names = handle.keys()  # the handle is not a dict
-    tensors: dict[str, Any] = {name: _Slices(handle.get_slice(name)) for name in names}
-    in_float8 = [key for key, tensor in tensors.items() if tensor.get_dtype() == float8.KIND]
-    return tensors | (float8.open_tensors(path, in_float8) if in_float8 else {})
+    tensors: dict[str, Any] = {name: _Slices(handle.get_slice(name), path) for name in names}
+    in_bytes = [key for key, tensor in tensors.items() if tensor.get_dtype() in float8.TYPES]
+    return tensors | (float8.open_tensors(path, in_bytes) if in_bytes else {})

@@ -4,19 +4,18 @@ import re
 from pathlib import Path
 
 from specjax.models.checkpoint_files import CheckpointFiles
-from specjax.models.fields import CheckpointError, FieldTable, check_fields, mapping, show
+from specjax.models.fields import CheckpointError, show
+from specjax.models.quantization import published
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_QUANTIZED_BY_MODELOPT = "hf_quant_config.json"
-_QUANTIZATION: FieldTable = {"quantization": mapping(default={})}
 
 
 def check(files: CheckpointFiles) -> None:
     """Refuse directories that are known not to be readable checkpoints.
 
     They are LoRA adapters, GGUF files, shards without their index, and weights that ModelOpt has
-    quantized.
+    quantized in a way that is not supported.
 
     Raises:
         CheckpointError: It is one of these. The message names which, and the remedy.
@@ -42,15 +41,8 @@ def check(files: CheckpointFiles) -> None:
             f"{directory} holds shards of a model without {_INDEX}, which lists their tensors:"
             " download that file, too"
         )
-    if _QUANTIZED_BY_MODELOPT in names:
-        file = directory / _QUANTIZED_BY_MODELOPT
-        quantization = check_fields(files.json(file.name), _QUANTIZATION, str(file))["quantization"]
-        for name in ("quant_algo", "kv_cache_quant_algo"):
-            if (algorithm := quantization.get(name)) is not None:
-                raise CheckpointError(
-                    f"{file}: quantization.{name}={show(algorithm)}: ModelOpt's quantization is not"
-                    " supported: use the checkpoint without quantization"
-                )
+    if published.MODELOPT_FILE in names:
+        _ = files.quantization  # which checks the file
 
 
 def check_file(file: Path) -> None:

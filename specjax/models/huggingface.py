@@ -82,6 +82,7 @@ def load_params(
             Everything is checked before any weight is read.
     """
     declared, values = _reader(files, config, dtype, saved_part, mesh, weights)
+    _say_conversions(files, declared, dtype)
     return checkpoint.place(declared, values, mesh, config.axis_units)
 
 
@@ -102,9 +103,7 @@ def declare_stored(
         has_headers = False
     if has_headers:
         return _reader(files, config, jnp.float32, None, mesh, weights)[0]
-    quantization = files.raw.get("quantization_config")
-    published.check_config(quantization, files.file)
-    stated = partial(published.stated_form, quantization or {})
+    stated = partial(published.stated_form, files.quantization)
     form_of = schemes.of_model(forms_for(files, weights, mesh, stated), config.tie_embeddings)
     return schemes.declare(declarations.declare(config), form_of, mesh)
 
@@ -134,6 +133,7 @@ def load_part(
     """
     declared, values = _reader(files, config, dtype, None, mesh, weights)
     part = _with_names(declarations.declare(config, layers), declared)
+    _say_conversions(files, part, dtype)
     of = fingerprint.of_stored(declared, values, config)
     return checkpoint.place(part, values, mesh, config.axis_units), of
 
@@ -171,6 +171,13 @@ def _reader(
     form_of = schemes.of_model(forms_for(files, weights, mesh), config.tie_embeddings)
     declared = schemes.declare(declared, form_of, mesh)
     return declared, checkpoint.reader(files, declared, dtype, what, ignored)
+
+
+def _say_conversions(files: CheckpointFiles, declared: Params, dtype: DTypeLike) -> None:
+    """Say into what NVFP4 and ModelOpt's FP8 are converted, if they are."""
+    line = published.conversions(files.tensors, declared, jnp.dtype(dtype), files.file)
+    if line is not None:
+        say(line, unasked=True)
 
 
 def forms_for(

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from specjax.drafters import Eagle
 from specjax.models import config_json
@@ -13,7 +15,7 @@ from tests.conftest import tiny_target
 
 QUANTIZED = {
     "producer": {"name": "modelopt"},
-    "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+    "quantization": {"quant_algo": "W4A8_AWQ", "kv_cache_quant_algo": "FP8"},
 }
 NOT_CHECKPOINTS = [  # the files of a directory, and the message
     (
@@ -31,14 +33,11 @@ NOT_CHECKPOINTS = [  # the files of a directory, and the message
     ),
     (
         {"config.json": "{}", "hf_quant_config.json": json.dumps(QUANTIZED)},
-        "quantization.quant_algo='NVFP4': ModelOpt",
+        r"hf_quant_config.json: quantization.quant_algo='W4A8_AWQ': must be NVFP4 or .*: use the",
     ),
     (
-        {
-            "config.json": "{}",
-            "hf_quant_config.json": json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}}),
-        },
-        "quantization.kv_cache_quant_algo='FP8': ModelOpt's quantization is not supported",
+        {"config.json": "{}", "hf_quant_config.json": json.dumps({"quantization": []})},
+        r"quantization=\[\]: must be an object",
     ),
     ({"config.json": "{}", "hf_quant_config.json": "[]"}, "must hold a JSON object"),
 ]
@@ -68,9 +67,15 @@ def test_a_file_in_place_of_a_directory_is_named(tmp_path) -> None:
             Target.from_pretrained(tmp_path / name)
 
 
-def test_what_modelopt_has_not_quantized_is_read(tmp_path) -> None:
+@pytest.mark.parametrize("cache", [None, "FP8"])
+def test_what_modelopt_has_not_quantized_is_read(tmp_path, cache) -> None:
+    """The scales of a cache are not used, because this file does not quantize the cache here."""
     tiny_target().save_pretrained(tmp_path)
     (tmp_path / "hf_quant_config.json").write_text(
-        json.dumps({"quantization": {"quant_algo": None}})
+        json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": cache}})
     )
+    if cache:
+        file = tmp_path / "model.safetensors"
+        scale = {"model.layers.0.self_attn.k_proj.k_scale": np.ones((), np.float32)}
+        save_file(load_file(file) | scale, file)
     assert Target.from_pretrained(tmp_path).config == tiny_target().config

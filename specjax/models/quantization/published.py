@@ -2,38 +2,63 @@
 
 Supported are FP8 with a scale for each block (DeepSeek, Qwen) or for each matrix;
 compressed-tensors with 8-bit integers (``int-quantized``), FP8 (``float-quantized``) and packed
-integers (``pack-quantized``); AWQ; and GPTQ. `mxfp4` reads gpt-oss's format. All others are refused
-by name: a model whose layout is misread generates nonsense.
+integers (``pack-quantized``); AWQ; GPTQ; NVIDIA's ModelOpt with FP8 and NVFP4; and NVFP4 of
+compressed-tensors (``nvfp4-pack-quantized``). `mxfp4` reads gpt-oss's format. All others are
+refused by name: a model whose layout is misread generates nonsense.
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from specjax.models.fields import CheckpointError, Fields, show
+from specjax.models.fields import CheckpointError, Fields, JsonObject, show
+from specjax.models.quantization import nvfp4
+from specjax.models.quantization.float8 import KIND
+from specjax.models.quantization.nvfp4 import Nvfp4Experts, Nvfp4Matrix, Scales
 from specjax.models.quantization.stored import (
     Awq,
     Gptq,
     PackedMatrix,
+    PlainExperts,
     PlainMatrix,
     Ragged,
     StoredMatrix,
     is_neighbourly,
 )
-from specjax.models.quantization.weights import BLOCK, Form
+from specjax.models.quantization.weights import BLOCK, Form, matrices_in
 
 ADVICE = "use the checkpoint without quantization, and weights='int8' or 'int4'"
 """The remedy for a quantized checkpoint that cannot be read."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_READ = ("fp8", "mxfp4", "compressed-tensors", "awq", "gptq")
-_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+_READ = ("fp8", "mxfp4", "compressed-tensors", "awq", "gptq", "modelopt")
+_NVFP4 = "nvfp4-pack-quantized"
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", _NVFP4)
+MODELOPT_FILE = "hf_quant_config.json"
+"""The file in which ModelOpt describes the quantization, often beside the same in config.json."""
+_MIXED = "MIXED_PRECISION"
+_ALGORITHMS = {
+    "NVFP4": "NVFP4",
+    "W4A16_NVFP4": "NVFP4",
+    "FP8": "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "FP8",
+}
+"""ModelOpt's algorithms that are read, and the formats of their weights.
+
+Algorithms of other names have other layouts, or scale the inputs of a matrix too.
+"""
 MXFP4_GROUP = 32
 """The inputs that share a scale in MXFP4, see `mxfp4`."""
-_MEASURED = re.compile(r"\.((input|output|activation|q|k|v)_scale|(input|output)_zero_point)$")
+_MEASURED = re.compile(
+    r"\.((input|output|activation|q|k|v)_scale|(input|output)_zero_point|input_global_scale"
+    r"|[kv]_proj\.[kv]_bias)$"
+)
 """The names of activation scales that were measured beforehand.
 
 They are not used: each row has its own scale here, and caches are not quantized by them.
@@ -45,15 +70,15 @@ They are not used: each row has its own scale here, and caches are not quantized
 class _Need:
     """Checks fields of a ``quantization_config``; invalid ones raise a `CheckpointError`.
 
-    ``source`` is the file that it is in.
+    ``source`` is the file that it is in, and ``root`` its name there.
     """
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    def __init__(self, source: str, root: str = "quantization_config") -> None:
+        self._source, self._root = source, root
 
     def __call__(self, condition: bool, field: str, value: Any, expected: str) -> None:
         if not condition:
-            name = f"quantization_config.{field}" if field else "quantization_config"
+            name = f"{self._root}.{field}" if field else self._root
             raise CheckpointError(
                 f"{self._source}: {name}={show(value)}: must be {expected}: {ADVICE}"
             )
@@ -111,6 +136,48 @@ def check_config(raw: Any, source: str) -> None:
         need(is_alike, "dynamic", special, "left out, or say only which matrices stay floats")
     if method == "compressed-tensors":
         _check_compressed(raw, need)
+    if method == "modelopt":
+        _check_modelopt(raw, need)
+
+
+def of_modelopt_file(content: JsonObject, source: str, beside: Any = None) -> JsonObject:
+    """Return what an hf_quant_config.json says, as a ``quantization_config``.
+
+    Its ``quant_algo`` is None if only the KV cache is quantized, or nothing.
+
+    Args:
+        content: the object in the file.
+        source: the path of the file, for errors.
+        beside: the ``quantization_config`` of config.json, which has been checked, or None. If it
+            is ModelOpt's too, the two must name the same algorithm.
+
+    Raises:
+        CheckpointError: The file asks for something that is not supported, or contradicts
+            ``beside``.
+
+    Examples:
+        >>> from specjax.models.quantization.published import of_modelopt_file
+        >>> of_modelopt_file({"quantization": {"quant_algo": "FP8"}}, "hf_quant_config.json")
+        {'quant_algo': 'FP8', 'quant_method': 'modelopt'}
+    """
+    need, raw = _Need(source, "quantization"), content.get("quantization")
+    need(isinstance(raw, dict), "", raw, "an object")
+    assert isinstance(raw, dict)
+    raw = {"quant_algo": None, **raw, "quant_method": "modelopt"}
+    if "exclude_modules" in raw:
+        raw["ignore"] = raw.pop("exclude_modules")
+    algorithm = raw["quant_algo"]
+    if algorithm is not None:
+        _check_modelopt(raw, need, ignored="exclude_modules")
+    if beside is not None and method_of(beside) == "modelopt":
+        expected = beside["quant_algo"]
+        need(
+            algorithm == expected,
+            "quant_algo",
+            algorithm,
+            f"{expected}, as in config.json beside it",
+        )
+    return raw
 
 
 def method_of(raw: Fields) -> Any:
@@ -138,8 +205,12 @@ def stated_form(raw: Fields, name: str) -> Form | None:
     """
     method, module = method_of(raw), name.removesuffix(".weight")
     left_out = raw.get("ignore") or raw.get("modules_to_not_convert") or []
+    if method == "modelopt":
+        left_out = map(_without_images, left_out)
     if not raw or any(_names(pattern, module) for pattern in left_out):
         return None
+    if method == "modelopt":
+        return _stated_by_modelopt(raw, module)
     if method == "compressed-tensors":
         return _stated_in_groups(raw, module)
     if method == "mxfp4":
@@ -166,6 +237,8 @@ def _stated_in_groups(raw: Fields, module: str) -> Form | None:
     if group is None:
         return None
     weights = group["weights"]
+    if weights.get("type") == "float" and weights.get("num_bits", 8) == 4:
+        return Form("int8", nvfp4.BLOCK)
     if weights.get("type") == "float":
         return Form("fp8", BLOCK if _strategy(weights) == "block" else 0)
     return Form(
@@ -180,7 +253,65 @@ def _names(pattern: str, module: str) -> bool:
     """Return whether a name or a pattern of a ``quantization_config`` is for a module."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
+    if "*" in pattern:  # ModelOpt's patterns
+        return fnmatchcase(module, pattern)
     return module == pattern or module.startswith(f"{pattern}.")
+
+
+def _check_modelopt(raw: Fields, need: _Need, ignored: str = "ignore") -> None:
+    """Check ModelOpt's fields; ``ignored`` is the name of those that stay floats."""
+    algorithm = raw.get("quant_algo")
+    need.one_of("quant_algo", algorithm, *_ALGORITHMS, _MIXED)
+    _check_size(raw, algorithm, need, "group_size")
+    patterns = raw.get("ignore") or []
+    need(
+        isinstance(patterns, list) and all(type(pattern) is str for pattern in patterns),
+        ignored,
+        patterns,
+        "a list of names and patterns, or left out",
+    )
+    layers = raw.get("quantized_layers")
+    need(
+        isinstance(layers, dict) and bool(layers) if algorithm == _MIXED else layers is None,
+        "quantized_layers",
+        layers,
+        "an object with a layer or more" if algorithm == _MIXED else "left out",
+    )
+    for name, layer in (layers or {}).items():
+        of = f"quantized_layers[{show(name)}]"
+        need(isinstance(layer, dict), of, layer, "an object")
+        need.one_of(f"{of}.quant_algo", layer.get("quant_algo"), *_ALGORITHMS)
+        _check_size(layer, layer["quant_algo"], need, f"{of}.group_size")
+
+
+def _check_size(raw: Fields, algorithm: Any, need: _Need, field: str) -> None:
+    """Check the size of NVFP4's groups, which may be left out."""
+    if _ALGORITHMS.get(algorithm) == "NVFP4" and raw.get("group_size") is not None:
+        need.one_of(field, raw["group_size"], nvfp4.BLOCK)
+
+
+def _stated_by_modelopt(raw: Fields, module: str) -> Form | None:
+    """Return the form of a module's matrix, under any of the names of models with images."""
+    algorithm = raw["quant_algo"]  # None: only the KV cache is quantized
+    if algorithm == _MIXED:
+        algorithm = next(
+            (
+                layer["quant_algo"]
+                for name, layer in raw["quantized_layers"].items()
+                if _names(_without_images(name), module)
+            ),
+            None,
+        )
+    elif module.endswith("embed_tokens"):
+        algorithm = None
+    if algorithm is None:
+        return None
+    return Form("int8", nvfp4.BLOCK) if _ALGORITHMS[algorithm] == "NVFP4" else Form("fp8")
+
+
+def _without_images(name: str) -> str:
+    """Return a name or pattern of a model with images as one of its text model."""
+    return name.replace("language_model.", "")
 
 
 def _gptq_format(raw: Fields) -> Any:
@@ -217,7 +348,10 @@ def _check_compressed(raw: Fields, need: _Need) -> None:
             targets,
             "a list of names and patterns",
         )
-        _check_group(group, need, of, layout == "pack-quantized")
+        if layout == _NVFP4:
+            _check_nvfp4(group, need, of)
+        else:
+            _check_group(group, need, of, layout == "pack-quantized")
 
 
 def _check_group(group: Fields, need: _Need, of: str, is_packed: bool) -> None:
@@ -262,6 +396,20 @@ def _check_group(group: Fields, need: _Need, of: str, is_packed: bool) -> None:
         )
     need(isinstance(inputs, dict), f"{of}.input_activations", inputs, "an object, or left out")
     need.one_of(f"{of}.input_activations.num_bits", inputs.get("num_bits", 8), 8)
+
+
+def _check_nvfp4(group: Fields, need: _Need, of: str) -> None:
+    weights = group.get("weights")
+    need(isinstance(weights, dict), f"{of}.weights", weights, "an object")
+    assert isinstance(weights, dict)
+    for field, value in (
+        ("type", "float"),
+        ("num_bits", 4),
+        ("group_size", nvfp4.BLOCK),
+        ("strategy", "tensor_group"),
+        ("symmetric", True),
+    ):
+        need.one_of(f"{of}.weights.{field}", weights.get(field, value), value)
 
 
 def _is_target(target: Any) -> bool:
@@ -310,11 +458,17 @@ def matrices(
     is_compressed = method_of(raw) == "compressed-tensors"
     for name, tensor in tensors.items():
         kind, is_matrix = tensor.get_dtype(), len(tensor.get_shape()) == 2
-        if name.endswith(".weight_packed"):
+        if name.endswith(".weight_packed") and kind == "U8":
+            base, matrix, names = _of_packed_nvfp4(parts, name)
+        elif name.endswith(".weight_packed"):
             base, matrix, names = _of_packed(parts, name)
         elif name.endswith(".qweight"):
             base, matrix, names = _of_qweight(parts, name)
-        elif kind == "F8_E4M3" and is_matrix:
+        elif kind == "U8" and name.endswith(".weight") and parts.is_modelopt:
+            base, matrix, names = _of_nvfp4(parts, name)
+        elif kind in ("U8", "F8_E4M3") and f"{name}_weight_scale" in tensors and parts.is_modelopt:
+            base, matrix, names = _of_experts(parts, name)
+        elif kind == "F8_E4M3" and is_matrix and not name.endswith("_scale"):
             base, matrix, names = _of_float8(parts, name)
         elif kind == "I8" and is_matrix and is_compressed and name.endswith(".weight"):
             base, matrix, names = _of_int8(parts, name)
@@ -325,9 +479,51 @@ def matrices(
                 f"{directory}: it holds both {show(base)} and {show(name)}: download the checkpoint"
                 " again"
             )
+        if parts.is_modelopt and matrix.form.kind == "fp8":
+            matrix.layout = "FP8"
         matrix_by_name[base] = matrix
         used |= names
     return matrix_by_name, used
+
+
+def conversions(
+    tensors: Mapping[str, Any], declared: Any, dtype: np.dtype, source: str
+) -> str | None:
+    """Return the line that says what NVFP4 and ModelOpt's FP8 become; None without them.
+
+    Args:
+        tensors: the tensors of a checkpoint, with its `matrices`.
+        declared: the declarations of the parameters that are read.
+        dtype: the type of the parameters that are not quantized.
+        source: the file that the line is about.
+    """
+    form_by_name = {
+        name.removesuffix(":values"): matrix.form
+        for matrix in matrices_in(declared)
+        for name in matrix.values.stored_names
+    }
+    names = {name for param in jax.tree.leaves(declared) for name in param.stored_names}
+    counts: Counter[tuple[str, str]] = Counter()
+    for name in names.intersection(tensors) | form_by_name.keys():
+        layout = getattr(tensors.get(name), "layout", "")
+        form = form_by_name.get(name)
+        counts[layout, dtype.name if form is None else _in_words(form)] += bool(layout)
+    parts = [
+        f"{layout} as {result} ({count:,} {'tensor' if count == 1 else 'tensors'})"
+        for (layout, result), count in sorted(counts.items())
+        if count
+    ]
+    if not parts:
+        return None
+    return (
+        f"{source}: it is read with {', '.join(parts)}; activations are not quantized, and stored"
+        " scales for them and for the KV cache are not used"
+    )
+
+
+def _in_words(form: Form) -> str:
+    """Return what a form is: "int8 in groups of 16"."""
+    return f"{form.kind} in groups of {form.group}" if form.group else form.kind
 
 
 Found = tuple[str, StoredMatrix, set[str]]
@@ -339,6 +535,14 @@ class _Parts:
 
     def __init__(self, tensors: Mapping[str, Any], raw: Fields, directory: Path) -> None:
         self.tensors, self.raw, self.directory = tensors, raw, directory
+        self.is_modelopt = method_of(raw) == "modelopt" and raw["quant_algo"] is not None
+
+    def place(self, *names: str) -> Path:
+        """Return the file of the first of ``names`` that is there; the directory if unknown."""
+        for name in names:
+            if (path := getattr(self.tensors.get(name), "path", None)) is not None:
+                return path
+        return self.directory
 
     def get(
         self, name: str, whole: str, *shapes: tuple[int, ...], kinds: tuple[str, ...] = _FLOATS
@@ -346,15 +550,16 @@ class _Parts:
         """Return the tensor ``name`` of the matrix ``whole``, which must have one of ``shapes``."""
         tensor = self.tensors.get(name)
         if tensor is None:
+            place = self.place(whole, f"{whole}_packed")
             raise CheckpointError(
-                f"{self.directory}: {show(whole)} is quantized, and {show(name)}, which goes with"
-                " it, is missing: download the checkpoint again"
+                f"{place}: {show(whole)} is quantized, and {show(name)}, which goes with it, is"
+                " missing: download the checkpoint again"
             )
         shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
         if shape not in shapes or kind not in kinds:
             expected = " or ".join(map(str, dict.fromkeys(shapes)))
             raise CheckpointError(
-                f"{self.directory}: {show(name)} is {kind} of shape {shape}: to go with"
+                f"{self.place(name)}: {show(name)} is {kind} of shape {shape}: to go with"
                 f" {show(whole)} it must be {' or '.join(kinds)} of shape {expected}: download the"
                 " checkpoint again"
             )
@@ -374,6 +579,16 @@ class _Parts:
         """Return all of a tensor."""
         tensor = self.tensors[name]
         return np.asarray(tensor[(slice(None),) * len(tensor.get_shape())])
+
+    def scales(self, name: str, whole: str, *shapes: tuple[int, ...], **options: Any) -> Scales:
+        """Return the scales ``name`` of the matrix ``whole``: finite and above 0 when read.
+
+        A single scale is read at once.
+        """
+        scales = Scales(self.get(name, whole, *shapes, **options), name, self.place(name))
+        if np.prod(scales.get_shape()) == 1:
+            scales.whole()
+        return scales
 
     def group_count(self, size: int, inputs: int, whole: str) -> int:
         """Return the number of groups of ``size`` among the inputs."""
@@ -455,7 +670,7 @@ def _of_float8(parts: _Parts, name: str) -> Found:
         for strategy in strategies
         for shape in _scale_shapes(strategy, outputs, 1, blocks)
     }
-    scales = parts.get(scale, name, *shapes)
+    scales = (parts.scales if parts.is_modelopt else parts.get)(scale, name, *shapes)
     if shapes[tuple(scales.get_shape())] != "block":
         return name, PlainMatrix(parts.tensors[name], scales, Form("fp8")), {name, scale}
     if blocks[1] > 1 and inputs % BLOCK:
@@ -465,6 +680,55 @@ def _of_float8(parts: _Parts, name: str) -> Found:
         PlainMatrix(parts.tensors[name], scales, Form("fp8", BLOCK if blocks[1] > 1 else 0), BLOCK),
         {name, scale},
     )
+
+
+def _of_nvfp4(parts: _Parts, name: str) -> Found:
+    """Return a matrix of ModelOpt in NVFP4."""
+    scales = _block_scales(parts, name, name)
+    factor = parts.scales(f"{name}_scale_2", name, (), (1,))
+    names = {name, *(f"{name}{end}" for end in ("_scale", "_scale_2"))}
+    return name, Nvfp4Matrix(parts.tensors[name], scales, factor.whole().item()), names
+
+
+def _of_packed_nvfp4(parts: _Parts, name: str) -> Found:
+    """Return a matrix of compressed-tensors in NVFP4."""
+    base = name.removesuffix("_packed")
+    is_stated = (
+        method_of(parts.raw) == "compressed-tensors"
+        and (parts.group_of(base).get("format") or parts.raw.get("format")) == _NVFP4
+    )
+    if not is_stated:
+        parts.refuse(f"{show(name)} is in bytes, and config.json does not say format {_NVFP4}")
+    scales = _block_scales(parts, name, base)
+    factor = parts.scales(f"{base}_global_scale", base, (), (1,)).whole().item()
+    names = {name, *(f"{base}{end}" for end in ("_scale", "_global_scale"))}
+    return base, Nvfp4Matrix(parts.tensors[name], scales, factor, divides=True), names
+
+
+def _block_scales(parts: _Parts, name: str, whole: str) -> Scales:
+    """Return the scales of the blocks of the bytes ``name``, a matrix in NVFP4."""
+    outputs, size = parts.matrix(name, whole, "U8")
+    groups = parts.group_count(nvfp4.BLOCK, 2 * size, whole)
+    return parts.scales(f"{whole}_scale", whole, (outputs, groups), kinds=(KIND,))
+
+
+def _of_experts(parts: _Parts, name: str) -> Found:
+    """Return a tensor ``[experts, in, out]`` of ModelOpt, in NVFP4 or FP8."""
+    tensor = parts.tensors[name]
+    shape = tuple(tensor.get_shape())
+    if len(shape) != 3 or 0 in shape:
+        parts.refuse(f"{show(name)} has shape {shape}: it must be of experts, with three axes")
+    experts, size, outputs = shape
+    scale, second = f"{name}_weight_scale", f"{name}_weight_scale_2"
+    of_each = ((experts,), (), (1,), (experts, 1, 1))
+    names = {name, scale, second, f"{name}_input_scale"} & parts.tensors.keys()
+    if tensor.get_dtype() == KIND:
+        scales = parts.scales(scale, name, *of_each, (experts, outputs))
+        return name, PlainExperts(tensor, scales), names - {second}
+    groups = parts.group_count(nvfp4.BLOCK, 2 * size, name)
+    scales = parts.scales(scale, name, (experts, groups, outputs), kinds=(KIND,))
+    factors = parts.scales(second, name, *of_each).whole().reshape(-1)
+    return name, Nvfp4Experts(tensor, scales, factors), names
 
 
 def _of_int8(parts: _Parts, name: str) -> Found:

@@ -70,9 +70,11 @@ class StoredMatrix(Parts):
 
     Attributes:
         is_kept: whether it can stay quantized as it is; otherwise it is read as floats.
+        layout: the name of the layout in the file, if it is said when a model is loaded.
     """
 
     is_kept = True
+    layout = ""
 
     @abstractmethod
     def get_shape(self) -> list[int]:
@@ -226,6 +228,48 @@ class Ragged(PlainMatrix):
         outputs, inputs = part
         columns = np.arange(self.shape[1])[inputs] // BLOCK
         return self.numbers(outputs, inputs).astype(np.float32) * self.scales(outputs)[:, columns]
+
+
+class PlainExperts(StoredMatrix):
+    """FP8 matrices of all experts, one tensor ``[experts, in, out]``, as ModelOpt writes them.
+
+    Args:
+        values: float8_e4m3fn.
+        scales: one scale for all, for each expert, or for each output of each expert.
+    """
+
+    def __init__(self, values: Any, scales: Any) -> None:
+        self._stored, self._scales = values, scales
+        self.form = Form("fp8")
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, ``[experts, in, out]``."""
+        return list(self._stored.get_shape())
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        experts, _, outputs = part
+        return self._stored[part].astype(np.float32) * self._scales_of(experts, outputs)[:, None]
+
+    def shape_of(self, role: str) -> list[int]:
+        """Return the shape of a part."""
+        experts, inputs, outputs = self.get_shape()
+        return [experts, 1, outputs, *[inputs] * (role == "values")]
+
+    def read(self, role: str, part: tuple[slice, ...]) -> np.ndarray:
+        """Return a slice of a part."""
+        experts, groups, outputs = part[:3]
+        if role == "scales":
+            return self._scales_of(experts, outputs)[:, None][:, groups]
+        return self._stored[experts, part[3], outputs].swapaxes(1, 2)[:, None][:, groups]
+
+    def _scales_of(self, experts: slice, outputs: slice) -> np.ndarray:
+        """Return the scales, float32 ``[experts, outputs]``."""
+        count, _, size = self.get_shape()
+        scales = np.asarray(
+            self._scales[(slice(None),) * len(self._scales.get_shape())], np.float32
+        )
+        by_output = scales.reshape(count if scales.size >= count else 1, -1)
+        return np.broadcast_to(by_output, (count, size))[experts, outputs]
 
 
 class _PackedFormat(OneMatrix):

@@ -13,6 +13,7 @@ from typing import Any
 from specjax.models import config_json
 from specjax.models.fields import CheckpointError
 from specjax.models.published import parameter_count
+from specjax.models.quantization import published as quantized
 
 END = "_config.json"
 
@@ -24,6 +25,13 @@ def files(directory: Path) -> dict[str, dict[str, Any]]:
         if not path.name.endswith(f"_hf_quant{END}"):
             contents[path.name.removesuffix(END)] = json.loads(path.read_text())
     return contents
+
+
+def quantizations(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the content of each ``NAME_hf_quant_config.json`` in ``directory``, by name."""
+    end = f"_{quantized.MODELOPT_FILE}"
+    paths = sorted(directory.glob(f"*{end}"))
+    return {path.name.removesuffix(end): json.loads(path.read_text()) for path in paths}
 
 
 def count_by_transformers(raw: dict[str, Any]) -> int:
@@ -57,10 +65,18 @@ def count_by_transformers(raw: dict[str, Any]) -> int:
     return sum(value.numel() for value in (*parameters.values(), *buffers))
 
 
-def outcome(raw: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the number of parameters that are read and a summary; None if the file is refused."""
+def outcome(
+    raw: dict[str, Any], quantization: dict[str, Any] | None = None
+) -> tuple[int | None, str]:
+    """Return the number of parameters that are read and a summary; None if the file is refused.
+
+    ``quantization`` is the content of the hf_quant_config.json beside it, if there is one.
+    """
     try:
         config = config_json.parse_config(copy.deepcopy(raw))
+        if quantization is not None:
+            beside = raw.get("quantization_config")
+            quantized.of_modelopt_file(quantization, quantized.MODELOPT_FILE, beside)
     except CheckpointError as error:
         return None, f"refused: {str(error).removeprefix('config.json: ')}"
     count = parameter_count(config)
@@ -69,9 +85,9 @@ def outcome(raw: dict[str, Any]) -> tuple[int | None, str]:
 
 def main(directory: Path) -> None:
     """Print the outcome of each file."""
-    contents, accepted = files(directory), 0
+    contents, accepted, beside = files(directory), 0, quantizations(directory)
     for name, raw in contents.items():
-        count, summary = outcome(raw)
+        count, summary = outcome(raw, beside.get(name))
         if count is not None:
             accepted += 1
             theirs = count_by_transformers(raw)

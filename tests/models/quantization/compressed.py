@@ -15,7 +15,11 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     apply_quantization_config,
 )
-from compressed_tensors.quantization.utils import calculate_qparams, is_module_quantized
+from compressed_tensors.quantization.utils import (
+    calculate_qparams,
+    generate_gparam,
+    is_module_quantized,
+)
 from compressed_tensors.quantization.utils.helpers import maybe_pad_tensor_for_block_quant
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,7 +60,7 @@ def grouped(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor,
             return weight, (0, 1)
         case "channel":
             return weight, (1,)
-        case "group":
+        case "group" | "tensor_group":
             return weight.unflatten(-1, (-1, args.group_size)), (2,)
     rows, columns = args.block_structure
     padded = maybe_pad_tensor_for_block_quant(weight, tuple(args.block_structure))
@@ -78,7 +82,11 @@ def write(directory: Path, schemes: list[QuantizationScheme], **sizes: Any) -> L
     for module in filter(is_module_quantized, model.modules()):
         args = module.quantization_scheme.weights
         values, axes = grouped(module.weight.detach(), args)
-        scale, zero = calculate_qparams(values.amin(axes), values.amax(axes), args)
+        whole = None
+        if args.strategy == "tensor_group":  # NVFP4 has a scale of the whole matrix too
+            whole = generate_gparam(module.weight.detach().amin(), module.weight.detach().amax())
+            module.weight_global_scale.data = whole
+        scale, zero = calculate_qparams(values.amin(axes), values.amax(axes), args, whole)
         module.weight_scale.data = scale.reshape(module.weight_scale.shape)
         module.weight_zero_point.data = zero.reshape(module.weight_scale.shape)
         if hasattr(module, "input_scale"):

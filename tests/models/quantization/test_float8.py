@@ -97,7 +97,7 @@ def test_a_slice_is_that_of_the_whole_and_no_more_is_read(part) -> None:
 def test_a_device_reads_its_own_part(directory, monkeypatch) -> None:
     """A device of a mesh reads one of the two experts, and half of the columns of a matrix."""
     parts = []
-    read = float8.Float8Tensor.__getitem__
+    read = float8.MappedTensor.__getitem__
 
     def record(tensor, part):
         parts.append(
@@ -106,7 +106,7 @@ def test_a_device_reads_its_own_part(directory, monkeypatch) -> None:
         return read(tensor, part)
 
     whole = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, "two experts")
-    monkeypatch.setattr(float8.Float8Tensor, "__getitem__", record)
+    monkeypatch.setattr(float8.MappedTensor, "__getitem__", record)
     mesh = sharding.make_mesh(1, 2)
     split = checkpoint.load(
         CheckpointFiles(directory),

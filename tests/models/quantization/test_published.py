@@ -1,5 +1,6 @@
 """Checkpoints that the compressed-tensors library writes, and the weights that it reads."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.with_torch import torch  # compressed-tensors needs it
 
 # isort: split
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationArgs
 from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
@@ -141,6 +143,28 @@ def test_logits_are_those_of_the_weights_that_the_library_reads(
     assert share(our_logits(stored), expected) < ROUNDED[bits]
     # Quantized matrices are multiplied as such, which changes the logits.
     assert is_float8 or share(our_logits(stored), expected) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("inputs", ["measured", pytest.param("floats", marks=pytest.mark.thorough)])
+def test_nvfp4_has_the_weights_that_the_library_reads(tmp_path, inputs) -> None:
+    """The library rounds them to bfloat16."""
+    blocks = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    blocks["scale_dtype"] = torch.float8_e4m3fn
+    dynamic = QuantizationArgs(dynamic="local", observer="static_minmax", **blocks)
+    arguments = {"bits": blocks.pop("num_bits"), **blocks}
+    expected = write(
+        tmp_path, [scheme(inputs=dynamic if inputs == "measured" else None, **arguments)]
+    )
+    with pytest.warns(UserWarning, match="NVFP4 as int8 in groups of 16 .14 tensors."):
+        stored = read(tmp_path)
+    assert forms_of(stored) == dict.fromkeys(MATRICES, Form("int8", 16))
+    names = {"q": "self_attn.q_proj", "o": "self_attn.o_proj", "down": "mlp.down_proj"}
+    state, layers = expected.state_dict(), as_floats(stored)["layers"]
+    for index, (ours, theirs) in itertools.product(range(2), names.items()):
+        weights = np.asarray(layers[index][ours].T.astype(jnp.bfloat16), np.float32)
+        library = state[f"model.layers.{index}.{theirs}.weight"].float().numpy()
+        np.testing.assert_array_equal(weights, library)
 
 
 def test_groups_of_inputs_that_are_no_neighbours(tmp_path) -> None:
@@ -451,7 +475,7 @@ def edit_group(name: str, part: str | None = None, **changes):
 CONFIG_FAULTS = [
     (
         edit_config(PACKED, quant_method="quark"),
-        "quant_method='quark': must be one of fp8, mxfp4, compressed-tensors, awq, gptq: use",
+        "quant_method='quark': must be one of fp8, mxfp4, compressed-tensors, awq, gptq, modelopt:",
     ),
     (edit_config(PACKED, quant_method=None), "quant_method=None: must be one of"),
     (edit_config(PACKED, quant_method=["awq"]), r"quant_method=\['awq'\]: must be one of"),
@@ -474,7 +498,7 @@ CONFIG_FAULTS = [
     ),
     (
         edit_group(PACKED, format="nvfp4-pack-quantized"),
-        "config_groups.group_0.format='nvfp4-pack-quantized': must be one of int-",
+        "config_groups.group_0.weights.type='int': must be float: use",
     ),
     (edit_group(PACKED, format="marlin-24"), "format='marlin-24': must be one of"),
     (
