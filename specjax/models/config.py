@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from specjax.errors import InputError, check_minimum
+from specjax.models.memory import LayerMemory, LinearAttention, StateSizes
+
+__all__ = ["MLA", "Activation", "Layer", "LinearAttention", "MoE", "ModelConfig", "Rope"]
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 Scoring = Literal["softmax", "sigmoid"]
@@ -191,89 +194,6 @@ class MoE:
 
 
 @dataclass(frozen=True)
-class LinearAttention:
-    """Layers that keep a state of fixed size: the gated delta rule (arXiv 2412.06464).
-
-    Qwen3-Next and Qwen3.5 have it (Yang et al. 2024). See `specjax.models.linear_attention`.
-
-    Attributes:
-        key_heads: the number of heads of queries and keys.
-        value_heads: the number of heads of values, each with a state; a multiple of ``key_heads``.
-        key_dim: the size of a head's query and key.
-        value_dim: the size of a head's value.
-        kernel: the kernel size of the short convolution before the rule, in tokens, the newest
-            included.
-        by_key_head: the layout of the projections. True: one matrix makes queries, keys, values and
-            output gates, and another the two gates of the rule; in both the outputs of a key head
-            are contiguous (Qwen3-Next). False: one matrix makes queries, keys and values, one after
-            the other, and each gate has a matrix (Qwen3.5).
-
-    Examples:
-        The numbers of a row's state, and the bytes of a drafted token in bfloat16:
-
-        >>> from specjax.models.config import LinearAttention
-        >>> linear = LinearAttention(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
-        >>> linear.state_size, linear.node_bytes(2)
-        (524288, 41088)
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int = 4
-    by_key_head: bool = False
-
-    def __post_init__(self) -> None:
-        check_minimum(1, self, ("key_heads", "value_heads", "key_dim", "value_dim"))
-        if self.kernel < 2:
-            raise InputError(f"kernel={self.kernel}: must be at least 2 tokens")
-        if self.value_heads % self.key_heads:
-            raise InputError(
-                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}:"
-                " each key head serves an equal group of value heads"
-            )
-
-    @property
-    def group(self) -> int:
-        """The number of value heads for each key head."""
-        return self.value_heads // self.key_heads
-
-    @property
-    def convolved(self) -> tuple[tuple[int, int], ...]:
-        """The ``(heads, dim)`` of the convolution's inputs: queries, keys and values."""
-        return (
-            (self.key_heads, self.key_dim),
-            (self.key_heads, self.key_dim),
-            (self.value_heads, self.value_dim),
-        )
-
-    @property
-    def state_size(self) -> int:
-        """The size of a row's state, without the convolution's newest tokens."""
-        return self.value_heads * self.key_dim * self.value_dim
-
-    def state_bytes(self, number_bytes: float) -> float:
-        """Return the bytes of a row's state, with the convolution's newest tokens.
-
-        ``number_bytes`` are the bytes of a number of the activations; everything else is float32.
-        """
-        return 4 * self.state_size + (self.kernel - 1) * self._convolved_size * number_bytes
-
-    def node_bytes(self, number_bytes: float) -> float:
-        """Return the bytes of the entry of a drafted token; see `state_bytes`."""
-        return 4 * self._update_size + self._convolved_size * number_bytes
-
-    @property
-    def _update_size(self) -> int:
-        return self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
-
-    @property
-    def _convolved_size(self) -> int:
-        return sum(heads * dim for heads, dim in self.convolved)
-
-
-@dataclass(frozen=True)
 class Layer:
     """The fields of one layer that differ from `ModelConfig`; None: they do not.
 
@@ -393,7 +313,7 @@ class ModelConfig:
     qk_norm_after_rope: bool = False
     qk_unit_norm: bool = False
     windows_aligned: bool = False
-    linear: LinearAttention | None = None
+    linear: StateSizes | None = None
     linear_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -553,14 +473,12 @@ class ModelConfig:
         """Return True if a layer has linear attention."""
         return layer in self.linear_layers
 
-    def memory(self, layer: int) -> "tuple[tuple[int, int], ...] | LinearAttention":
-        """Return the memory of a layer: the parts of its entries, or the sizes of its state.
+    def memory(self, layer: int) -> LayerMemory:
+        """Return the memory of a layer: the parts of its entries, the sizes of its state, or both.
 
         The parts are those of `entry_parts`.
         """
-        if self.linear is not None and self.is_linear(layer):
-            return self.linear
-        return self.entry_parts(layer)
+        return LayerMemory(self.entry_parts(layer), self.linear if self.is_linear(layer) else None)
 
     def entry_parts(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Return the ``(heads, dim)`` of each array that a layer stores for a token.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from specjax.models.attention import Piece, attend
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.linear_attention import Context, linear_attention
+from specjax.models.memory import LinearAttention, StateSizes
 from specjax.models.params import Params
 from specjax.models.primitives import activate, apart, linear, mlp, rms_norm
 from specjax.models.quantized_cache import CacheType, quantize
@@ -155,6 +157,16 @@ def normed(params: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.
     return rms_norm(x, params[name], config.norm_eps, config.norm_offset) if name in params else x
 
 
+WITH_STATE: dict[type[StateSizes | None], Callable[..., tuple[jax.Array, Any]]] = {
+    LinearAttention: linear_attention,
+}
+"""The layers that keep a state, by the class of its sizes (see `specjax.models.memory`).
+
+Each takes the parameters, the layer's configuration, normed hidden states ``[B, T, H]`` and a
+`Context`, and returns its output and the entry of the tokens, or the state after them.
+"""
+
+
 # Jitted so that layers of the same configuration are traced and lowered once.
 @partial(jax.jit, static_argnames=("config", "mesh", "cache_dtype"))
 def decoder_layer(
@@ -171,14 +183,14 @@ def decoder_layer(
 ) -> tuple[jax.Array, Entry | State]:
     """Run one decoder layer, and return the residual stream ``[B, T, H]`` after it and its entry.
 
-    A layer with linear attention needs a ``context``, which replaces rotations, mask and past; see
+    A layer with a state needs a ``context``, which replaces rotations, mask and past; see
     `specjax.models.linear_attention`. ``config`` is the layer's own (`ModelConfig.of_layer`).
     ``mesh`` is that of ``params``: sharded experts run on their devices. ``inputs [B, T, P]`` are
     the inputs of this layer for each token, if the model has them.
     """
     entering = normed(params, "input_norm", config, x)
     if context is not None:
-        attended, entry = linear_attention(params, config, entering, context)
+        attended, entry = WITH_STATE[type(config.linear)](params, config, entering, context)
     else:
         attended, entry = attention(params, config, entering, rotations, mask, past, cache_dtype)
     x = _add(config, x, normed(params, "attention_out_norm", config, attended))

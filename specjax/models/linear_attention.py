@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specjax.models.config import LinearAttention, ModelConfig
+from specjax.models.config import ModelConfig
 from specjax.models.delta_rule import DeltaRuleInputs, Node, read_chain, read_documents, read_tree
+from specjax.models.memory import LinearAttention
 from specjax.models.params import Params
 from specjax.models.primitives import apart, linear, products_in_turn, rms_norm
 from specjax.models.states import State
@@ -104,7 +105,7 @@ def linear_attention(
     The second result is the entry of the call's own tokens, or the state after them.
     """
     sizes = config.linear
-    assert sizes is not None
+    assert isinstance(sizes, LinearAttention)
     *projected, z, b, a = _projections(params, sizes, x)
     convolved = tuple(part.transpose(0, 2, 1, 3) for part in projected)
     past = [
