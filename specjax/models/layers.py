@@ -13,7 +13,8 @@ from specjax.models.attention import Piece, attend
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.linear_attention import Context, linear_attention
-from specjax.models.memory import LinearAttention, StateSizes
+from specjax.models.mamba2 import mamba2
+from specjax.models.memory import LinearAttention, Mamba2, StateSizes
 from specjax.models.params import Params
 from specjax.models.primitives import activate, apart, linear, mlp, rms_norm
 from specjax.models.quantized_cache import CacheType, quantize
@@ -159,6 +160,7 @@ def normed(params: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.
 
 WITH_STATE: dict[type[StateSizes | None], Callable[..., tuple[jax.Array, Any]]] = {
     LinearAttention: linear_attention,
+    Mamba2: mamba2,
 }
 """The layers that keep a state, by the class of its sizes (see `specjax.models.memory`).
 

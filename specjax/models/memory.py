@@ -246,3 +246,96 @@ class LinearAttention(StateSizes):
             "norm": norm(f"{prefix}norm", self.value_dim),
             "o": matrix(f"{prefix}out_proj", (values, "kv_heads"), inputs, stddev, units=units),
         }
+
+
+@dataclass(frozen=True)
+class Mamba2(StateSizes):
+    """Layers of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). See `specjax.models.mamba2`.
+
+    Attributes:
+        key_heads: the number of groups of heads that share the vectors B and C.
+        value_heads: the number of heads, each with a state; a multiple of ``key_heads``.
+        key_dim: the size of B and C, which is the state size of Mamba-2.
+        value_dim: the size of a head.
+        kernel: the kernel size of the short convolution, in tokens, the newest included.
+        convolution_bias: whether the convolution has a bias.
+        projection_bias: whether the projections have biases.
+
+    Examples:
+        The numbers of a row's state of one layer of Nemotron-3-Nano, and the bytes of a drafted
+        token in bfloat16:
+
+        >>> from specjax.models.memory import Mamba2
+        >>> sizes = Mamba2(key_heads=8, value_heads=64, key_dim=128, value_dim=64)
+        >>> sizes.state_size, sizes.node_bytes(2)
+        (524288, 33024)
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    convolution_bias: bool = True
+    projection_bias: bool = False
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    @property
+    def convolved(self) -> tuple[tuple[int, int], ...]:
+        """The ``(heads, dim)`` of the convolution's inputs: x, B and C."""
+        vectors = (self.key_heads, self.key_dim)
+        return ((self.value_heads, self.value_dim), vectors, vectors)
+
+    def declare(self, prefix: str, hidden: int, stddev: float) -> dict[str, Param]:
+        """Declare Mamba-2's matrices, and the numbers of each head.
+
+        Everything is sharded by groups of heads.
+        """
+        inputs, units = (hidden, None), self.key_heads
+        prefix += "mamba."
+        values, vectors = self.value_heads * self.value_dim, self.key_heads * self.key_dim
+
+        def split(shape: tuple[int, ...], name: str, **options: Any) -> Param:
+            axes = ("kv_heads", *(None,) * (len(shape) - 1))
+            return Param(shape, axes, f"{prefix}{name}", units=units, **options)
+
+        def projection(name: str, size: int, is_product: bool = True) -> Param:
+            return matrix(
+                f"{prefix}{name}_proj",
+                inputs,
+                (size, "kv_heads"),
+                units=units,
+                is_product=is_product,
+            )
+
+        sizes = {"z": values, "x": values, "b": vectors, "c": vectors, "step": self.value_heads}
+        heads, float32 = (self.value_heads,), {"dtype": "float32"}
+        layer = {
+            name: projection(name, size, is_product=name != "step") for name, size in sizes.items()
+        }
+        layer |= {
+            f"conv_{name}": split((sizes[name], 1, self.kernel), f"conv_{name}.weight", stddev=0.3)
+            for name in "xbc"
+        }
+        # Decays are products of many factors near 1: kept in float32.
+        layer |= {
+            "log_rate": split(heads, "A_log", init="log_rates", **float32),
+            "rate_bias": split(heads, "dt_bias", init="ones", **float32),
+            "skip": split(heads, "D", init="ones", **float32),
+            "norm": split((values,), "norm.weight", init="ones"),
+            "o": matrix(f"{prefix}out_proj", (values, "kv_heads"), inputs, stddev, units=units),
+        }
+        if self.convolution_bias:
+            layer |= {
+                f"conv_{name}_bias": split((sizes[name],), f"conv_{name}.bias", init="zeros")
+                for name in "xbc"
+            }
+        if self.projection_bias:
+            layer |= {
+                f"{name}_bias": split((size,), f"{name}_proj.bias", init="zeros")
+                for name, size in sizes.items()
+            }
+            layer["o_bias"] = Param((hidden,), (None,), f"{prefix}out_proj.bias", "zeros")
+        return layer
