@@ -11,7 +11,7 @@ __all__ = ["MLA", "Activation", "Layer", "LinearAttention", "MoE", "ModelConfig"
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 Scoring = Literal["softmax", "sigmoid"]
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 Norms = Literal["before", "after", "both"]
 
 
@@ -138,6 +138,9 @@ class MoE:
             output (Llama 4).
         beside_mlp: whether a layer has an ordinary MLP as well, and sums both outputs, each normed
             (Gemma 4). The router then has a norm and scales of its own.
+        latent_size: the size of a projection of the hidden state that the experts read, and from
+            which a second projection makes the sum of their outputs (Nemotron 3 Super); None: they
+            read the hidden state. The router and the shared experts always read that.
 
     Examples:
         >>> from dataclasses import replace
@@ -165,6 +168,7 @@ class MoE:
     limit: float | None = None
     scales_inputs: bool = False
     beside_mlp: bool = False
+    latent_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.scales_inputs and self.experts_per_token != 1:
@@ -238,25 +242,28 @@ class ModelConfig:
     newest ``sliding_window`` tokens, their own included. ``layers`` describes how layers differ,
     one by one; empty: all are alike.
 
-    Further switches: ``activation`` of the gated MLP. ``norms`` are before attention and MLP, after
-    them, or both; ``norm_offset`` is added to every norm's weight. ``qk_norm_over_heads`` norms all
-    heads of a token together (OLMo), not each; ``value_norm`` norms values, without a weight.
-    ``keys_are_values``: a value is the key before norm and rotation. ``embedding_scale`` and
-    ``residual_scale`` (of the outputs of attention and MLP) are factors; logits are divided by
-    ``logit_divisor``; ``attention_scale`` is the factor of scores, None for ``head_dim ** -0.5``.
-    ``score_cap`` and ``logit_cap`` are soft caps of scores and logits, ``cap * tanh(x / cap)``.
-    With ``sinks`` every query head has a logit without a value that takes part in its softmax
-    (gpt-oss). With ``layer_scalars`` each layer's output is multiplied by a number.
-    ``per_layer_inputs``: the size of an input of every layer for each token, from an embedding of
-    ``per_layer_vocab_size`` tokens (Gemma 4's E2B and E4B); 0 for none. ``gated_attention``: the
-    output of each query head is multiplied by a gate (Qwen3.5). The ``linear_layers`` have
-    ``linear`` attention, which keeps a state, in place of ordinary attention. With
-    ``rope_interleaved`` rotated pairs of ordinary attention are neighbours (GLM-4), otherwise
-    halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated before their norms
-    (Hunyuan). ``value_dim`` is the size of a head's value, None for ``head_dim``, and
-    ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries and keys of layers
-    with RoPE are normed after it, without a weight, and with ``windows_aligned`` a window begins at
-    a multiple of its size: a query sees the chunk that it is in (Llama 4).
+    Further switches: ``activation`` of the gated MLP; with ``gated_mlp`` False the MLP and experts
+    have no gate, and are ``down(activation(up(x)))`` (Nemotron-H). ``norms`` are before attention
+    and MLP, after them, or both; ``norm_offset`` is added to every norm's weight.
+    ``qk_norm_over_heads`` norms all heads of a token together (OLMo), not each; ``value_norm``
+    norms values, without a weight. ``keys_are_values``: a value is the key before norm and
+    rotation. ``embedding_scale`` and ``residual_scale`` (of the outputs of attention and MLP) are
+    factors; logits are divided by ``logit_divisor``; ``attention_scale`` is the factor of scores,
+    None for ``head_dim ** -0.5``. ``score_cap`` and ``logit_cap`` are soft caps of scores and
+    logits, ``cap * tanh(x / cap)``. With ``sinks`` every query head has a logit without a value
+    that takes part in its softmax (gpt-oss). With ``layer_scalars`` each layer's output is
+    multiplied by a number. ``per_layer_inputs``: the size of an input of every layer for each
+    token, from an embedding of ``per_layer_vocab_size`` tokens (Gemma 4's E2B and E4B); 0 for none.
+    ``gated_attention``: the output of each query head is multiplied by a gate (Qwen3.5). The
+    ``linear_layers`` have ``linear`` attention or Mamba-2, which keep a state, in place of ordinary
+    attention; ``linear`` has its sizes. If ``mlp_layers`` are given, every layer has one block with
+    one norm: these have an MLP or experts alone, and remember nothing; the others have no MLP
+    (Nemotron-H). With ``rope_interleaved`` rotated pairs of ordinary attention are neighbours
+    (GLM-4), otherwise halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated
+    before their norms (Hunyuan). ``value_dim`` is the size of a head's value, None for
+    ``head_dim``, and ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries
+    and keys of layers with RoPE are normed after it, without a weight, and with ``windows_aligned``
+    a window begins at a multiple of its size: a query sees the chunk that it is in (Llama 4).
 
     Examples:
         >>> from dataclasses import replace
@@ -287,6 +294,7 @@ class ModelConfig:
     value_norm: bool = False
     keys_are_values: bool = False
     activation: Activation = "silu"
+    gated_mlp: bool = True
     norms: Norms = "before"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
@@ -315,6 +323,7 @@ class ModelConfig:
     windows_aligned: bool = False
     linear: StateSizes | None = None
     linear_layers: tuple[int, ...] = ()
+    mlp_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         names = (
@@ -367,6 +376,8 @@ class ModelConfig:
             self._check_layers()
         if self.linear_layers:
             self._check_linear()
+        if self.mlp_layers is not None:
+            self._check_blocks(self.mlp_layers)
         if self.per_layer_inputs and self.per_layer_vocab_size < self.vocab_size:
             raise InputError(
                 f"per_layer_vocab_size={self.per_layer_vocab_size}: must be at least"
@@ -394,6 +405,26 @@ class ModelConfig:
             raise InputError(
                 "linear_layers: cannot be combined with latent attention, layers that differ, or"
                 " windows of them"
+            )
+
+    def _check_blocks(self, mlp_layers: tuple[int, ...]) -> None:
+        with_attention = {*self.linear_layers, *self.windowed_layers}
+        if list(mlp_layers) != sorted(
+            set(mlp_layers) & set(range(self.num_layers)) - with_attention
+        ):
+            raise InputError(
+                f"mlp_layers={mlp_layers}: must be layers of the num_layers={self.num_layers}, each"
+                " once and in ascending order, and not among linear_layers or windowed_layers"
+            )
+        if len({*mlp_layers, *self.linear_layers}) == self.num_layers:
+            raise InputError(
+                f"mlp_layers={mlp_layers}, linear_layers={self.linear_layers}: at least one layer"
+                " must have ordinary attention"
+            )
+        if self.mla is not None or self.layers or self.norms != "before":
+            raise InputError(
+                "mlp_layers: cannot be combined with latent attention, layers that differ, or norms"
+                " after a block"
             )
 
     def _check_layers(self) -> None:
@@ -449,6 +480,8 @@ class ModelConfig:
             for layers in (self.windowed_layers, self.linear_layers)
         )
         kinds: dict[str, Any] = {"windowed_layers": tuple(windowed), "linear_layers": tuple(linear)}
+        if self.mlp_layers is not None:
+            kinds["mlp_layers"] = tuple(i for i in self.mlp_layers if i < count)
         return replace(
             self, **{"num_layers": count, "layers": self.layers[:count], **kinds, **changes}
         )
@@ -459,7 +492,7 @@ class ModelConfig:
 
     def is_sparse(self, layer: int) -> bool:
         """Return True if a layer has experts."""
-        return self.moe is not None and layer not in self.moe.dense_layers
+        return self.moe is not None and self.has_mlp(layer) and layer not in self.moe.dense_layers
 
     def entries_of(self, layer: int) -> int:
         """Return the index of the layer whose entries a layer attends to.
@@ -470,8 +503,16 @@ class ModelConfig:
         return layer if source is None else source
 
     def is_linear(self, layer: int) -> bool:
-        """Return True if a layer has linear attention."""
+        """Return True if a layer has linear attention, or Mamba-2."""
         return layer in self.linear_layers
+
+    def has_mixer(self, layer: int) -> bool:
+        """Return True if a layer has attention of any kind, or a state: tokens are mixed in it."""
+        return self.mlp_layers is None or layer not in self.mlp_layers
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return True if a layer has an MLP or experts."""
+        return self.mlp_layers is None or layer in self.mlp_layers
 
     def memory(self, layer: int) -> LayerMemory:
         """Return the memory of a layer: the parts of its entries, the sizes of its state, or both.
@@ -484,8 +525,11 @@ class ModelConfig:
         """Return the ``(heads, dim)`` of each array that a layer stores for a token.
 
         These are keys and values, or the latent and the rotated key (see `specjax.models.cache`).
-        It is empty for a layer that reads the entries of another layer, or keeps a state.
+        It is empty for a layer that reads the entries of another layer, keeps a state, or has no
+        attention.
         """
+        if not self.has_mixer(layer):
+            return ()
         if self.mla is not None:
             return ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
         if self.entries_of(layer) != layer or self.is_linear(layer):

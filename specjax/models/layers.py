@@ -186,17 +186,24 @@ def decoder_layer(
     """Run one decoder layer, and return the residual stream ``[B, T, H]`` after it and its entry.
 
     A layer with a state needs a ``context``, which replaces rotations, mask and past; see
-    `specjax.models.linear_attention`. ``config`` is the layer's own (`ModelConfig.of_layer`).
-    ``mesh`` is that of ``params``: sharded experts run on their devices. ``inputs [B, T, P]`` are
-    the inputs of this layer for each token, if the model has them.
+    `specjax.models.linear_attention`. A layer may also have attention or an MLP alone, as its
+    parameters show. ``config`` is the layer's own (`ModelConfig.of_layer`). ``mesh`` is that of
+    ``params``: sharded experts run on their devices. ``inputs [B, T, P]`` are the inputs of this
+    layer for each token, if the model has them.
     """
-    entering = normed(params, "input_norm", config, x)
-    if context is not None:
-        attended, entry = WITH_STATE[type(config.linear)](params, config, entering, context)
-    else:
-        attended, entry = attention(params, config, entering, rotations, mask, past, cache_dtype)
-    x = _add(config, x, normed(params, "attention_out_norm", config, attended))
-    x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
+    entry: Entry | State = ()
+    if "o" in params:
+        entering = normed(params, "input_norm", config, x)
+        if context is not None:
+            read = WITH_STATE[type(config.linear)]
+            attended, entry = read(params, config, entering, context)
+        else:
+            attended, entry = attention(
+                params, config, entering, rotations, mask, past, cache_dtype
+            )
+        x = _add(config, x, normed(params, "attention_out_norm", config, attended))
+    if "down" in params or "router" in params:
+        x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
     if inputs is not None:
         gated = activate(linear(params, "per_layer_gate", x), config.activation) * inputs
         x = x + normed(params, "per_layer_out_norm", config, linear(params, "per_layer_out", gated))
@@ -214,7 +221,7 @@ def _mixed(params: Params, config: ModelConfig, x: jax.Array, mesh: Mesh | None)
     # kinds.
     if "router" not in params:
         return mlp(params, entering, activation=config.activation)
-    if "gate" not in params:
+    if "down" not in params:
         return moe.mixture(params, config, entering, mesh)
     dense = normed(
         params, "mlp_own_norm", config, mlp(params, entering, activation=config.activation)

@@ -102,13 +102,8 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
     else:
         attention = _declare_latent_attention(config, f"{prefix}self_attn.")
     layer = {**_declare_norms(config, prefix), **attention}
-    has_both = is_sparse and config.moe is not None and config.moe.beside_mlp
-    if is_sparse:
-        layer |= _declare_experts(config, f"{prefix}mlp.")
-    if has_both:
-        layer |= _declare_mixing(config, prefix)
-    if has_both or not is_sparse:
-        layer |= _declare_mlp(config, f"{prefix}mlp.")
+    if config.has_mlp(index):
+        layer |= _declare_mlps(config, prefix, is_sparse)
     inputs = ("q", "k", "v") if config.mla is None else ("q_a", "kv_a")
     biased = ("gate", "up", "down") * config.mlp_bias
     if state is None:
@@ -122,10 +117,37 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
     if state is None:
         layer |= _declare_head_norms(config, f"{prefix}self_attn.")
     layer |= _declare_beside(config, prefix)
-    missing = ("v", "v_bias") * config.keys_are_values
-    if not has_entries:  # its queries attend to another layer's keys and values
-        missing = ("k", "v", "k_bias", "v_bias", "k_norm")
+    missing = _missing(config, index, has_entries)
     return {name: param for name, param in layer.items() if name not in missing}
+
+
+def _declare_mlps(config: ModelConfig, prefix: str, is_sparse: bool) -> dict[str, Param]:
+    """Declare a layer's MLP, or its experts, or both."""
+    if not is_sparse:
+        return _declare_mlp(config, f"{prefix}mlp.")
+    layer = _declare_experts(config, f"{prefix}mlp.")
+    if config.moe is not None and config.moe.beside_mlp:
+        layer |= _declare_mixing(config, prefix) | _declare_mlp(config, f"{prefix}mlp.")
+    return layer
+
+
+_MIXER = ("input_norm", "q", "k", "v", "o", "q_norm", "k_norm", "sinks")
+_KEYS = ("k", "v", "k_norm")
+_GATES = ("gate", "experts_gate", "shared_gate")
+
+
+def _missing(config: ModelConfig, index: int, has_entries: bool) -> set[str]:
+    """Return names of parameters that a layer does not have, though others do."""
+    missing = ("v",) * config.keys_are_values
+    if not has_entries:  # its queries attend to another layer's keys and values
+        missing += _KEYS
+    if not config.has_mixer(index):
+        missing += _MIXER
+    if not config.has_mlp(index):
+        missing += ("post_norm",)
+    if not config.gated_mlp:
+        missing += _GATES
+    return {*missing, *(f"{name}_bias" for name in missing)}
 
 
 def _declare_head_norms(config: ModelConfig, prefix: str) -> dict[str, Param]:
@@ -264,14 +286,18 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
             shape, ("experts", None, None), name, stddev=stddev, transposed=True, is_product=True
         )
 
+    inputs = moe.latent_size or hidden
     layer = {
         "router": matrix(
             f"{prefix}gate", (hidden, None), (moe.num_experts, None), is_product=False
         ),
-        "experts_gate": experts("gate_proj", hidden, moe.intermediate_size),
-        "experts_up": experts("up_proj", hidden, moe.intermediate_size),
-        "experts_down": experts("down_proj", moe.intermediate_size, hidden, stddev),
+        "experts_gate": experts("gate_proj", inputs, moe.intermediate_size),
+        "experts_up": experts("up_proj", inputs, moe.intermediate_size),
+        "experts_down": experts("down_proj", moe.intermediate_size, inputs, stddev),
     }
+    if moe.latent_size:
+        layer["latent_in"] = matrix(f"{prefix}latent_in", (hidden, None), (inputs, None))
+        layer["latent_out"] = matrix(f"{prefix}latent_out", (inputs, None), (hidden, None))
     if moe.biased:
         sizes = {"gate": moe.intermediate_size, "up": moe.intermediate_size, "down": hidden}
         for name, size in sizes.items():

@@ -71,11 +71,15 @@ def mlp(
 ) -> jax.Array:
     """Return the gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202).
 
-    ``prefix`` is the prefix of its parameters' names.
+    Without a gate it is ``down(activation(up(x)))``. ``prefix`` is the prefix of its parameters'
+    names.
     """
-    gated = activate(linear(params, f"{prefix}gate", x), activation) * linear(
-        params, f"{prefix}up", x
-    )
+    if f"{prefix}gate" in params:
+        gated = activate(linear(params, f"{prefix}gate", x), activation) * linear(
+            params, f"{prefix}up", x
+        )
+    else:
+        gated = activate(linear(params, f"{prefix}up", x), activation)
     return linear(
         params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated
     )
@@ -114,8 +118,11 @@ def products_in_turn(params: Params, names: Sequence[str], x: jax.Array) -> list
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
     """Return ``x`` through an activation. Gemma's GELU is the tanh approximation.
 
-    See Hendrycks and Gimpel 2016, arXiv 1606.08415.
+    See Hendrycks and Gimpel 2016, arXiv 1606.08415. ``relu2`` is the square of a ReLU (So et al.
+    2021, arXiv 2109.08668).
     """
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(x))
     if activation == "silu":
         return jax.nn.silu(x)
     return jax.nn.gelu(x, approximate=activation == "gelu_tanh")

@@ -453,11 +453,11 @@ class Target(OneLine, KeyedByClass):
                 tapped.append(x)
             source = self._source(start + i, start) - start
             past: list[Piece] = []
-            window, has_state = self.config.window_of(start + i), contexts[i] is not None
-            if cache is not None and not has_state:
-                past.append(self.cache_piece(cache, source, positions, window))
-            if not has_state:
-                past += [(entries[source], visible) for entries, visible in scratch]
+            window = self.config.window_of(start + i)
+            if slots := self.config.memory(start + source).parts:
+                if cache is not None:
+                    past.append(self.cache_piece(cache, source, positions, window))
+                past += [(entries[source][: len(slots)], visible) for entries, visible in scratch]
             visible = in_window(mask, positions, window, self.config.windows_aligned)
             if source < i:
                 past.append((new[source], visible))

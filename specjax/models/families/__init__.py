@@ -22,6 +22,7 @@ from specjax.models.families.minimax_m2 import MINIMAX_M2
 from specjax.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from specjax.models.families.mistral import MISTRAL, MISTRAL_THAT_SEES
 from specjax.models.families.mixtral import MIXTRAL
+from specjax.models.families.nemotron_h import NEMOTRON_H
 from specjax.models.families.olmo3 import OLMO3
 from specjax.models.families.phi3 import PHI3
 from specjax.models.families.qwen2 import MIMO, QWEN2
@@ -77,6 +78,7 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
     "hunyuan_v1_moe": HUNYUAN_V1_MOE,
     "exaone4": EXAONE4,
+    "nemotron_h": NEMOTRON_H,
 }
 """The families by the ``model_type`` of config.json."""
 
@@ -87,7 +89,7 @@ _OTHER_EXPERTS = "its experts are routed or stored in a way that is not implemen
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba2", "nemotron_h"),
+        ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba2"),
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(

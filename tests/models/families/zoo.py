@@ -56,6 +56,14 @@ _SHARED_EXPERT = {
     "shared_expert_intermediate_size": 24,
 }
 
+_MAMBA2_ALONE = {name: SIZES[name] for name in SIZES if name != "num_hidden_layers"} | {
+    "max_position_embeddings": 1024,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "time_step_min": 1e-9,  # transformers raises smaller steps to it in prompts alone
+}
 GROUPED_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -333,6 +341,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_scale": 0.5,
         },
     ),
+    "nemotron_h": (
+        "NemotronH",
+        _MAMBA2_ALONE | {"layers_block_type": ["linear_attention", "mlp", _FULL, "mlp"]},
+    ),
+    "nemotron_h with experts": (
+        "NemotronH",
+        _MAMBA2_ALONE
+        | GROUPED_EXPERTS
+        | {
+            "layers_block_type": ["linear_attention", "moe", _FULL, "linear_attention", "mlp"],
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_latent_size": 20,
+            "use_bias": True,
+            "use_conv_bias": False,
+        },
+    ),
     "mimo_v2_flash": (
         "MiMoV2Flash",
         {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -418,7 +442,16 @@ def disturb(model: Any) -> None:
     """Move norms, biases and scales away from their initial values."""
     from tests.with_torch import torch
 
-    parts = ("norm", "bias", "router.scale", "per_expert_scale", "layer_scalar", "sinks")
+    parts = (
+        "norm",
+        "bias",
+        "A_log",
+        ".D",
+        "router.scale",
+        "per_expert_scale",
+        "layer_scalar",
+        "sinks",
+    )
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             if any(part in name for part in parts):
