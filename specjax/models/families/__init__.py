@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from specjax.models.families.bamba import BAMBA
 from specjax.models.families.base import Family
 from specjax.models.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K25
 from specjax.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
@@ -14,6 +15,7 @@ from specjax.models.families.glm4_moe import GLM4_MOE
 from specjax.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from specjax.models.families.gpt_oss import GPT_OSS
 from specjax.models.families.granite import GRANITE
+from specjax.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from specjax.models.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from specjax.models.families.llama import LLAMA
 from specjax.models.families.llama4 import LLAMA4, LLAMA4_TEXT
@@ -79,6 +81,8 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_moe": HUNYUAN_V1_MOE,
     "exaone4": EXAONE4,
     "nemotron_h": NEMOTRON_H,
+    "granitemoehybrid": GRANITEMOEHYBRID,
+    "bamba": BAMBA,
 }
 """The families by the ``model_type`` of config.json."""
 
@@ -89,11 +93,11 @@ _OTHER_EXPERTS = "its experts are routed or stored in a way that is not implemen
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba2"),
+        ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "zamba2"),
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(
-        ("granitemoehybrid", "lfm2", "lfm2_moe", "recurrent_gemma", "kimi_linear", "rwkv"),
+        ("lfm2", "lfm2_moe", "recurrent_gemma", "kimi_linear", "rwkv"),
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _MIXES_STREAMS),

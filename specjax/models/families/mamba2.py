@@ -2,9 +2,19 @@
 
 from typing import Any
 
+from specjax.models.config import ModelConfig
 from specjax.models.families.base import Fused
 from specjax.models.families.ropes import FULL
-from specjax.models.fields import CheckpointError, Field, FieldTable
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    Fields,
+    FieldTable,
+    JsonObject,
+    flag,
+    text,
+    whole,
+)
 from specjax.models.memory import Mamba2
 
 LINEAR = "linear_attention"
@@ -66,3 +76,83 @@ def layers_of(kinds: list[str], sizes: Mamba2) -> dict[str, Any]:
 
 
 # --- the fields of Granite 4 and Bamba ------------------------------------------------------------
+
+FIELDS: FieldTable = {
+    **LIMIT_FIELDS,
+    "mamba_n_heads": whole(1, 100_000),
+    "mamba_d_head": Field(
+        "'auto' or a whole number from 1 to 100,000",
+        lambda value: value == "auto" or (type(value) is int and 1 <= value <= 100_000),
+    ),
+    "mamba_n_groups": whole(1, 100_000),
+    "mamba_d_state": whole(1, 100_000),
+    "mamba_d_conv": whole(2, 1000),
+    "mamba_expand": whole(1, 1000),
+    "mamba_conv_bias": flag(default=True),
+    "mamba_proj_bias": flag(default=False),
+    "hidden_act": text("silu", "swish", default="silu"),  # Mamba-2 has SiLU built in
+}
+
+DEFAULTS: dict[str, Any] = {
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+
+
+def parse_sizes(fields: Fields) -> Mamba2:
+    """Return the sizes that `FIELDS` describe.
+
+    Raises:
+        CheckpointError: The heads do not have the size of the expanded hidden state.
+    """
+    inner, heads = fields["mamba_expand"] * fields["hidden_size"], fields["mamba_n_heads"]
+    dim = inner // heads if fields["mamba_d_head"] == "auto" else fields["mamba_d_head"]
+    if dim * heads != inner:
+        raise CheckpointError(
+            f"mamba_d_head={dim}: mamba_n_heads={heads} of them must have"
+            f" mamba_expand * hidden_size={inner} numbers"
+        )
+    return Mamba2(
+        key_heads=fields["mamba_n_groups"],
+        value_heads=heads,
+        key_dim=fields["mamba_d_state"],
+        value_dim=dim,
+        kernel=fields["mamba_d_conv"],
+        convolution_bias=fields["mamba_conv_bias"],
+        projection_bias=fields["mamba_proj_bias"],
+    )
+
+
+def format_sizes(config: ModelConfig) -> JsonObject:
+    """Return the fields of config.json that `parse_sizes` reads.
+
+    Raises:
+        CheckpointError: The heads have another size than these files can express.
+    """
+    if not isinstance(sizes := config.linear, Mamba2):
+        return {}
+    inner = sizes.value_heads * sizes.value_dim
+    if inner % config.hidden_size:
+        raise CheckpointError(
+            f"linear: {sizes.value_heads} heads of {sizes.value_dim}: must have a multiple of"
+            f" hidden_size={config.hidden_size} numbers in a {config.model_type} checkpoint"
+        )
+    return {
+        "mamba_n_heads": sizes.value_heads,
+        "mamba_d_head": sizes.value_dim,
+        "mamba_n_groups": sizes.key_heads,
+        "mamba_d_state": sizes.key_dim,
+        "mamba_d_conv": sizes.kernel,
+        "mamba_expand": inner // config.hidden_size,
+        "mamba_conv_bias": sizes.convolution_bias,
+        "mamba_proj_bias": sizes.projection_bias,
+    }
+
+
+def kinds_of(config: ModelConfig) -> list[str]:
+    """Return the kind of each layer."""
+    return [LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_layers)]

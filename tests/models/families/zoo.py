@@ -56,6 +56,12 @@ _SHARED_EXPERT = {
     "shared_expert_intermediate_size": 24,
 }
 
+_MAMBA2 = SIZES | {
+    "max_position_embeddings": 1024,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 10,
+}
 _MAMBA2_ALONE = {name: SIZES[name] for name in SIZES if name != "num_hidden_layers"} | {
     "max_position_embeddings": 1024,
     "mamba_num_heads": 6,
@@ -341,6 +347,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_scale": 0.5,
         },
     ),
+    "bamba": (
+        "Bamba",
+        _MAMBA2
+        | {"attn_layer_indices": [1, 3], "mlp_bias": True, "mamba_n_groups": 2}
+        | {"mamba_proj_bias": True},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        _MAMBA2
+        | {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 0.5,
+            "layer_types": ["linear_attention", _FULL, "linear_attention", _FULL],
+            "num_local_experts": 6,
+            "intermediate_size": 12,
+            "shared_intermediate_size": 24,
+            "attention_bias": True,
+        },
+    ),
+    "granitemoehybrid without experts": (
+        "GraniteMoeHybrid",
+        _MAMBA2
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", _FULL],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 24,
+            "position_embedding_type": "rope",
+        },
+    ),
     "nemotron_h": (
         "NemotronH",
         _MAMBA2_ALONE | {"layers_block_type": ["linear_attention", "mlp", _FULL, "mlp"]},
@@ -384,6 +422,10 @@ FULL_ALONE = (
     "ernie4_5_moe",
     "glm4_moe_lite",
     "exaone4",
+    "granitemoehybrid",
+    "granitemoehybrid without experts",
+    "bamba",
+    "nemotron_h with experts",
 )
 """Models whose kinds of layers are those of others: `make test` leaves them out."""
 
