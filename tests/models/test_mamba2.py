@@ -7,13 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specjax
+from specjax import sharding
+from specjax.drafters import EarlyExit, PromptLookup
 from specjax.errors import InputError
 from specjax.models import params as declarations
+from specjax.models.config import Rope
 from specjax.models.linear_attention import Ancestry, Context
 from specjax.models.mamba2 import mamba2
-from specjax.models.memory import Mamba2
+from specjax.models.memory import LayerMemory, Mamba2
 from specjax.models.states import State, empty_nodes
-from tests.conftest import tiny_config
+from specjax.planning import work
+from specjax.sampling import Sampling
+from specjax.serving.engine import Engine
+from tests.conftest import SHAPES, tiny_config, tiny_target
 from tests.models.test_delta_rule import ancestors, mask_of, paths_of, random_tree
 
 SIZES = Mamba2(key_heads=2, value_heads=6, key_dim=8, value_dim=4)
@@ -194,3 +201,96 @@ def test_documents_do_not_see_each_other() -> None:
 def test_impossible_sizes_are_refused(changes, message) -> None:
     with pytest.raises(InputError, match=message):
         replace(SIZES, **changes)
+
+
+# --- whole models ---------------------------------------------------------------------------------
+
+HYBRID = {  # one layer of Mamba-2, one with attention, and an MLP alone
+    "model_type": "nemotron_h",
+    "num_layers": 4,
+    "linear": Mamba2(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+    "linear_layers": (0, 2),
+    "mlp_layers": (3,),
+    "gated_mlp": False,
+    "activation": "relu2",
+    "rope": Rope(kind="none"),
+}
+PROMPT = np.array([[1, 2, 3, 1, 2, 3, 1, 2]])
+
+
+def generated(target, drafter):
+    options = {"max_new_tokens": 24, "sampling": Sampling(temperature=0.0)}
+    result = specjax.generate(target, drafter, PROMPT, **options)
+    return np.asarray(result.tokens)
+
+
+@pytest.mark.full
+def test_on_two_devices_the_text_is_the_same(tmp_path) -> None:
+    """A device has the heads of a group, with their states."""
+    hybrid = tiny_target(**HYBRID, scale=4.0)
+    hybrid.save_pretrained(tmp_path)
+    split = specjax.Target.from_pretrained(
+        tmp_path, dtype=np.float32, mesh=sharding.make_mesh(1, 2)
+    )
+    drafter = EarlyExit(layers=2, draft=SHAPES["static"])
+    np.testing.assert_array_equal(generated(split, drafter), generated(hybrid, drafter))
+    np.testing.assert_array_equal(generated(hybrid, None), generated(hybrid, drafter))
+    table = split.new_cache(2, 8).states[0].table
+    assert table.sharding.shard_shape(table.shape) == (2, 2, 8, 6)
+    conv = split.params["layers"][0]["conv_b"]
+    assert conv.sharding.shard_shape(conv.shape) == (8, 1, 4)
+
+
+@pytest.mark.full
+def test_a_shared_prefix_brings_its_state() -> None:
+    """A second request goes on from the state at the end of a page, and has the text of its own."""
+    target = tiny_target(**HYBRID, scale=4.0, max_positions=256)
+    prompt = np.random.default_rng(0).integers(0, 11, 40).tolist()
+    sizes = {"rows": 2, "widths": (2,), "page": 8, "chunk": 16, "capacity": 128, "steps": 4}
+    with Engine(target, PromptLookup(), drafts=("chain:3",), **sizes) as engine:
+        texts = [[*prompt, 1], [*prompt, 7, 2]]
+        handles = []
+        for text in texts:
+            handles.append(engine.submit(text, max_new_tokens=20))
+            handles[-1].result(60.0)
+        assert handles[1].cached_tokens >= 32
+        for text, handle in zip(texts, handles, strict=True):
+            alone_text = specjax.generate(
+                target,
+                None,
+                np.array([text]),
+                max_new_tokens=20,
+                sampling=Sampling(temperature=0.0),
+            )
+            expected = np.asarray(alone_text.tokens)[0, len(text) :]
+            np.testing.assert_array_equal(handle.result(60.0).tokens, expected)
+
+
+def test_the_roofline_counts_states_and_layers_without_a_memory() -> None:
+    config = tiny_config(**HYBRID)
+    sizes = config.linear
+    assert sizes is not None
+    assert [config.memory(layer) for layer in (2, 3)] == [
+        LayerMemory((), sizes),
+        LayerMemory(),
+    ]
+    assert work.state_bytes(config, 2) == 2 * (4 * 4 * 8 * 6 + 3 * (4 * 6 + 2 * 2 * 8) * 2)
+    assert work.cache_bytes(config, 2) == 2 * 2 * config.num_kv_heads * config.head_dim
+    arrays = State.zeros(sizes, 1, jnp.bfloat16)
+    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+    assert 2 * stored == work.state_bytes(config, 2)
+    nodes = jax.tree.leaves(empty_nodes(sizes, 1, 1, jnp.bfloat16))
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in nodes) == sizes.node_bytes(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_layers": (2, 3)}, "mlp_layers=.*: must be layers of the num_layers=4, each once"),
+        ({"mlp_layers": (1, 3)}, "at least one layer must have ordinary attention"),
+        ({"norms": "both"}, "mlp_layers: cannot be combined with latent attention"),
+    ],
+)
+def test_impossible_blocks_are_refused(changes, message) -> None:
+    with pytest.raises(InputError, match=message):
+        tiny_config(**(HYBRID | changes))

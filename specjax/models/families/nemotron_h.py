@@ -21,6 +21,8 @@ _LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _MOE}
 
 _ACTIVATIONS = ("relu2", "silu")
 
+_LEAST_STEP = 1e-9
+
 _FIELDS: FieldTable = {
     **experts.GROUPED_FIELDS,
     **mamba2.LIMIT_FIELDS,
@@ -95,6 +97,8 @@ def _format(config: ModelConfig) -> JsonObject:
         "hybrid_override_pattern": "".join(letters[kind] for kind in kinds),
         "mlp_hidden_act": config.activation,
         "layer_norm_epsilon": config.norm_eps,
+        # transformers raises the steps of prompts to it, but not those of decoding.
+        "time_step_min": _LEAST_STEP,
     }
     if isinstance(sizes := config.linear, Mamba2):
         raw |= {

@@ -1,5 +1,8 @@
 """Families with Mamba-2: their texts against transformers, trees against their nodes one by one."""
 
+from functools import cache
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ from specjax.drafters import DraftModel
 from specjax.models import config_json
 from specjax.models.fields import CheckpointError
 from specjax.models.published import parameter_count
+from specjax.models.transformer import Target
 from tests.conftest import SHAPES
 from tests.models.families import zoo
 from tests.models.families.hub_files import count_by_transformers
@@ -20,6 +24,22 @@ from tests.models.families.test_hybrids import (
     texts_of_transformers,
 )
 from tests.models.test_delta_rule import mask_of, paths_of
+
+
+@pytest.fixture(scope="module")
+def zoo_model(tmp_path_factory):
+    """Return a function that makes a model of the zoo and reads it, once for each name."""
+
+    @cache
+    def of(name: str) -> SimpleNamespace:
+        directory = tmp_path_factory.mktemp("zoo")
+        model = zoo.save(name, directory)
+        return SimpleNamespace(
+            model=model, target=Target.from_pretrained(directory, dtype=np.float32)
+        )
+
+    return of
+
 
 NAMES = ("nemotron_h", "nemotron_h with experts", "granitemoehybrid", "bamba")
 _OTHERS = ("plain", "lookup", "early exit, dynamic tree", "itself, chain")
