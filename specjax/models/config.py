@@ -7,7 +7,16 @@ from typing import Any, Literal
 from specjax.errors import InputError, check_minimum
 from specjax.models.memory import LayerMemory, LinearAttention, StateSizes
 
-__all__ = ["MLA", "Activation", "Layer", "LinearAttention", "MoE", "ModelConfig", "Rope"]
+__all__ = [
+    "MLA",
+    "Activation",
+    "Layer",
+    "LayerFactors",
+    "LinearAttention",
+    "MoE",
+    "ModelConfig",
+    "Rope",
+]
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 Scoring = Literal["softmax", "sigmoid"]
@@ -231,6 +240,36 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class LayerFactors:
+    """The constant factors inside every layer of Falcon-H1 (Technology Innovation Institute, 2025).
+
+    Attributes:
+        attention_in: the factor of attention's input.
+        attention_out: the factor of attention's output.
+        key: the factor of keys before rotation.
+        state_in: the factor of Mamba-2's input.
+        state_out: the factor of Mamba-2's output.
+        state_parts: the factors of Mamba-2's projections: gate, x, B, C and step.
+        gate: the factor of the MLP's gate before its activation.
+        down: the factor of the MLP's output.
+
+    Examples:
+        >>> from specjax.models.config import LayerFactors
+        >>> LayerFactors(key=0.5).key, LayerFactors().state_parts
+        (0.5, (1.0, 1.0, 1.0, 1.0, 1.0))
+    """
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    key: float = 1.0
+    state_in: float = 1.0
+    state_out: float = 1.0
+    state_parts: tuple[float, ...] = (1.0,) * 5
+    gate: float = 1.0
+    down: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The configuration of a decoder like Llama. The defaults are Llama's; families set switches.
 
@@ -264,6 +303,7 @@ class ModelConfig:
     ``head_dim``, and ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries
     and keys of layers with RoPE are normed after it, without a weight, and with ``windows_aligned``
     a window begins at a multiple of its size: a query sees the chunk that it is in (Llama 4).
+    ``factors`` are constant factors inside every layer (Falcon-H1).
 
     Examples:
         >>> from dataclasses import replace
@@ -324,6 +364,7 @@ class ModelConfig:
     linear: StateSizes | None = None
     linear_layers: tuple[int, ...] = ()
     mlp_layers: tuple[int, ...] | None = None
+    factors: LayerFactors | None = None
 
     def __post_init__(self) -> None:
         names = (
@@ -387,7 +428,9 @@ class ModelConfig:
     def _check_linear(self) -> None:
         if self.linear is None:
             raise InputError(f"linear_layers={self.linear_layers}: linear must give their sizes")
-        if not set(self.linear_layers) < set(range(self.num_layers)):
+        layers = set(range(self.num_layers))
+        may_be_all = self.linear.beside_attention and set(self.linear_layers) == layers
+        if not (may_be_all or set(self.linear_layers) < layers):
             raise InputError(
                 f"linear_layers={self.linear_layers}: must be some of the"
                 f" num_layers={self.num_layers} layers, from 0, and not all of them: at least one"
@@ -532,7 +575,8 @@ class ModelConfig:
             return ()
         if self.mla is not None:
             return ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
-        if self.entries_of(layer) != layer or self.is_linear(layer):
+        state = self.linear if self.is_linear(layer) else None
+        if self.entries_of(layer) != layer or (state is not None and not state.beside_attention):
             return ()
         config = self.of_layer(layer)
         return ((config.num_kv_heads, config.head_dim), (config.num_kv_heads, config.value_size))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from specjax.models import mla, moe
 from specjax.models.attention import Piece, attend
 from specjax.models.cache import Entry
-from specjax.models.config import ModelConfig
+from specjax.models.config import LayerFactors, ModelConfig
 from specjax.models.linear_attention import Context, linear_attention
 from specjax.models.mamba2 import mamba2
 from specjax.models.memory import LinearAttention, Mamba2, StateSizes
@@ -111,6 +111,8 @@ def keys_values(
     """
     k = linear(params, "k", x)
     v = k if config.keys_are_values else linear(params, "v", x)
+    if config.factors is not None:
+        k = k * config.factors.key
     k = _turned(params, "k_norm", config, k, rotations.turn_keys, rotations)
     v = v.reshape(*x.shape[:2], config.num_kv_heads, config.value_size)
     if config.value_scale != 1.0:
@@ -194,13 +196,9 @@ def decoder_layer(
     entry: Entry | State = ()
     if "o" in params:
         entering = normed(params, "input_norm", config, x)
-        if context is not None:
-            read = WITH_STATE[type(config.linear)]
-            attended, entry = read(params, config, entering, context)
-        else:
-            attended, entry = attention(
-                params, config, entering, rotations, mask, past, cache_dtype
-            )
+        attended, entry = _remembering(
+            params, config, entering, rotations, mask, past, cache_dtype, context
+        )
         x = _add(config, x, normed(params, "attention_out_norm", config, attended))
     if "down" in params or "router" in params:
         x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
@@ -208,6 +206,31 @@ def decoder_layer(
         gated = activate(linear(params, "per_layer_gate", x), config.activation) * inputs
         x = x + normed(params, "per_layer_out_norm", config, linear(params, "per_layer_out", gated))
     return (x * params["scalar"] if config.layer_scalars else x), entry
+
+
+def _remembering(
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    rotations: Rotations,
+    mask: jax.Array | None,
+    past: Sequence[Piece],
+    cache_dtype: CacheType,
+    context: Context | None,
+) -> tuple[jax.Array, Any]:
+    """Return the output of the layer's attention, or its state, or both, and its entry."""
+    if context is None or config.linear is None:
+        return attention(params, config, x, rotations, mask, past, cache_dtype)
+    read = WITH_STATE[type(config.linear)]
+    if not config.linear.beside_attention:
+        return read(params, config, x, context)
+    factors = config.factors or LayerFactors()
+    y, nodes = read(params["state"], config, x, context)
+    attended, entry = attention(
+        params, config, x * factors.attention_in, rotations, mask, past, cache_dtype
+    )
+    parts = (nodes,) if isinstance(nodes, State) else nodes
+    return y * factors.state_out + attended * factors.attention_out, (*entry, *parts)
 
 
 def _add(config: ModelConfig, x: jax.Array, branch: jax.Array) -> jax.Array:
@@ -220,7 +243,7 @@ def _mixed(params: Params, config: ModelConfig, x: jax.Array, mesh: Mesh | None)
     # The parameters show whether a layer is sparse: one configuration may have layers of both
     # kinds.
     if "router" not in params:
-        return mlp(params, entering, activation=config.activation)
+        return mlp(params, entering, activation=config.activation, factors=config.factors)
     if "down" not in params:
         return moe.mixture(params, config, entering, mesh)
     dense = normed(

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), as in Nemotron-H, Granite 4 and Bamba.
+"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), as in Nemotron-H, Granite 4, Bamba and Falcon-H1.
 
 A head keeps a state ``S [N, dh]``. A token has an input x of the size of a head, a step dt > 0, and
 vectors B and C that a group of heads shares. With the decay ``a = exp(-dt exp(A_log))``::
@@ -18,6 +18,7 @@ drafted token, never a state. A prompt is read in chunks of 64 tokens.
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from specjax.models.config import ModelConfig
 from specjax.models.delta_rule import DeltaRuleInputs
@@ -38,22 +39,49 @@ def mamba2(
     sizes = config.linear
     assert isinstance(sizes, Mamba2)
     batch, count = x.shape[:2]
+    factors = config.factors
+    if factors is not None:
+        x = x * factors.state_in
     gate, *projected, x = products_in_turn(params, ("z", "x", "b", "c"), x)
+    step = linear(params, "step", x)
+    if factors is not None:
+        gate, *projected, step = (
+            part * factor
+            for part, factor in zip((gate, *projected, step), factors.state_parts, strict=True)
+        )
     convolved = tuple(
         apart(values).reshape(batch, count, heads, dim).transpose(0, 2, 1, 3)
         for values, (heads, dim) in zip(projected, sizes.convolved, strict=True)
     )
-    step, log_decay = _steps(params, linear(params, "step", x))
+    step, log_decay = _steps(params, step)
     value, key, query = convolve(params, "xbc", convolved, context)
     tokens = DeltaRuleInputs(query, key, value * step[..., None], None, log_decay)
     y, memory = follow(tokens, context, convolved)
     y = y + params["skip"].astype(jnp.float32)[:, None, None] * value
     y = y.transpose(0, 2, 1, 3).reshape(batch, count, -1)
-    gated = y * jax.nn.silu(gate.astype(jnp.float32))
-    groups = rms_norm(
-        gated.reshape(batch, count, sizes.key_heads, -1), None, config.norm_eps
-    ).reshape(batch, count, -1)
-    return linear(params, "o", groups.astype(x.dtype) * params["norm"]), memory
+    return linear(params, "o", _gated(params, config, y, gate, x.dtype)), memory
+
+
+def _gated(
+    params: Params, config: ModelConfig, y: jax.Array, gate: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Return the input ``[B, T, heads * dh]`` of the output projection.
+
+    ``y`` is the output of the rule in float32, and ``gate`` its gates. Each group of heads is
+    normed.
+    """
+    sizes, gate = config.linear, jax.nn.silu(gate.astype(jnp.float32))
+    assert isinstance(sizes, Mamba2)
+
+    def normed(y: jax.Array) -> jax.Array:
+        groups = y.reshape(*y.shape[:2], sizes.key_heads, -1)
+        return rms_norm(groups, None, config.norm_eps).reshape(y.shape)
+
+    if sizes.norm == "none":
+        return (y * gate).astype(dtype)
+    if sizes.norm == "before_gate":
+        return (normed(y) * params["norm"].astype(jnp.float32) * gate).astype(dtype)
+    return normed(y * gate).astype(dtype) * params["norm"]
 
 
 def _steps(params: Params, step: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -22,7 +22,7 @@ of the library asks `ModelConfig.memory` and never for a kind by name.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from specjax.errors import InputError, check_minimum
 from specjax.models.param import Init, Param, matrix, norm
@@ -45,6 +45,8 @@ class StateSizes(ABC):
         key_dim: the number of rows of a table.
         value_dim: the number of columns of a table.
         kernel: the kernel size of the convolution, in tokens, the newest included.
+        beside_attention: whether the layers have attention as well, with entries of their own. Both
+            read the same input, and their outputs are summed.
 
     Examples:
         Two value heads for each key head, each with a table of 8 rows and 6 columns:
@@ -60,6 +62,7 @@ class StateSizes(ABC):
     key_dim: int
     value_dim: int
     kernel: int
+    beside_attention: bool = False
 
     @property
     @abstractmethod
@@ -259,7 +262,10 @@ class Mamba2(StateSizes):
         value_dim: the size of a head.
         kernel: the kernel size of the short convolution, in tokens, the newest included.
         convolution_bias: whether the convolution has a bias.
-        projection_bias: whether the projections have biases.
+        projection_bias: whether the input projections have biases.
+        output_bias: whether the output projection has a bias.
+        norm: whether the output is normed after it is gated, before, or not at all.
+        beside_attention: as in `StateSizes` (Falcon-H1).
 
     Examples:
         The numbers of a row's state of one layer of Nemotron-3-Nano, and the bytes of a drafted
@@ -278,6 +284,9 @@ class Mamba2(StateSizes):
     kernel: int = 4
     convolution_bias: bool = True
     projection_bias: bool = False
+    output_bias: bool = False
+    norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
+    beside_attention: bool = False
 
     def __post_init__(self) -> None:
         self._check()
@@ -324,9 +333,12 @@ class Mamba2(StateSizes):
             "log_rate": split(heads, "A_log", init="log_rates", **float32),
             "rate_bias": split(heads, "dt_bias", init="ones", **float32),
             "skip": split(heads, "D", init="ones", **float32),
-            "norm": split((values,), "norm.weight", init="ones"),
             "o": matrix(f"{prefix}out_proj", (values, "kv_heads"), inputs, stddev, units=units),
         }
+        if self.norm != "none":
+            layer["norm"] = split((values,), "norm.weight", init="ones")
+        if self.output_bias:
+            layer["o_bias"] = Param((hidden,), (None,), f"{prefix}out_proj.bias", "zeros")
         if self.convolution_bias:
             layer |= {
                 f"conv_{name}_bias": split((sizes[name],), f"conv_{name}.bias", init="zeros")
@@ -337,5 +349,4 @@ class Mamba2(StateSizes):
                 f"{name}_bias": split((size,), f"{name}_proj.bias", init="zeros")
                 for name, size in sizes.items()
             }
-            layer["o_bias"] = Param((hidden,), (None,), f"{prefix}out_proj.bias", "zeros")
         return layer

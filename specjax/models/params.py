@@ -95,6 +95,10 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
     is_sparse = config.is_sparse(index)
     state = config.memory(index).state
     config = config.of_layer(index)
+    beside: Params = {}
+    if state is not None and state.beside_attention:
+        beside = {"state": state.declare(prefix, config.hidden_size, _residual_stddev(config))}
+        state = None
     if state is not None:
         attention = state.declare(prefix, config.hidden_size, _residual_stddev(config))
     elif config.mla is None:
@@ -118,7 +122,7 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
         layer |= _declare_head_norms(config, f"{prefix}self_attn.")
     layer |= _declare_beside(config, prefix)
     missing = _missing(config, index, has_entries)
-    return {name: param for name, param in layer.items() if name not in missing}
+    return beside | {name: param for name, param in layer.items() if name not in missing}
 
 
 def _declare_mlps(config: ModelConfig, prefix: str, is_sparse: bool) -> dict[str, Param]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax.models.config import Activation
+from specjax.models.config import Activation, LayerFactors
 from specjax.models.params import Params
 from specjax.models.products import logits_of, product
 from specjax.models.quantization import QuantizedMatrix
@@ -67,22 +67,25 @@ def _logits(x: jax.Array, head: jax.Array | QuantizedMatrix, is_rows: bool = Fal
 
 
 def mlp(
-    params: Params, x: jax.Array, prefix: str = "", activation: Activation = "silu"
+    params: Params,
+    x: jax.Array,
+    prefix: str = "",
+    activation: Activation = "silu",
+    factors: LayerFactors | None = None,
 ) -> jax.Array:
     """Return the gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202).
 
     Without a gate it is ``down(activation(up(x)))``. ``prefix`` is the prefix of its parameters'
-    names.
+    names. With ``factors`` gate and output are multiplied by theirs.
     """
     if f"{prefix}gate" in params:
-        gated = activate(linear(params, f"{prefix}gate", x), activation) * linear(
-            params, f"{prefix}up", x
-        )
+        gate = linear(params, f"{prefix}gate", x)
+        gate = gate if factors is None else gate * factors.gate
+        gated = activate(gate, activation) * linear(params, f"{prefix}up", x)
     else:
         gated = activate(linear(params, f"{prefix}up", x), activation)
-    return linear(
-        params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated
-    )
+    y = linear(params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated)
+    return y if factors is None else y * factors.down
 
 
 def apart(x: jax.Array) -> jax.Array:

@@ -224,7 +224,7 @@ def generated(target, drafter):
     return np.asarray(result.tokens)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_on_two_devices_the_text_is_the_same(tmp_path) -> None:
     """A device has the heads of a group, with their states."""
     hybrid = tiny_target(**HYBRID, scale=4.0)

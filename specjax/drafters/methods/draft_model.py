@@ -209,7 +209,8 @@ class DraftModel(Drafter[DraftModelState]):
                 layer.
         """
         count = sizes.get("num_layers", _quarter(target.config))
-        linear = sizes.get("linear_layers", target.config.linear_layers)
+        with_entries = target.config.linear is not None and target.config.linear.beside_attention
+        linear = () if with_entries else sizes.get("linear_layers", target.config.linear_layers)
         linear = (*linear, *(sizes.get("mlp_layers", target.config.mlp_layers) or ()))
         if count > 0 and set(range(count)) <= set(linear):
             least = next(layer for layer in range(len(linear) + 1) if layer not in linear) + 1

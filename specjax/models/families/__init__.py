@@ -7,6 +7,7 @@ from specjax.models.families.base import Family
 from specjax.models.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K25
 from specjax.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from specjax.models.families.exaone4 import EXAONE4
+from specjax.models.families.falcon_h1 import FALCON_H1
 from specjax.models.families.gemma2 import GEMMA2
 from specjax.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from specjax.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
@@ -83,6 +84,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": NEMOTRON_H,
     "granitemoehybrid": GRANITEMOEHYBRID,
     "bamba": BAMBA,
+    "falcon_h1": FALCON_H1,
 }
 """The families by the ``model_type`` of config.json."""
 
@@ -93,7 +95,7 @@ _OTHER_EXPERTS = "its experts are routed or stored in a way that is not implemen
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "zamba2"),
+        ("mamba", "mamba2", "falcon_mamba", "jamba", "zamba2"),
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(

@@ -124,6 +124,7 @@ def parse_sizes(fields: Fields) -> Mamba2:
         kernel=fields["mamba_d_conv"],
         convolution_bias=fields["mamba_conv_bias"],
         projection_bias=fields["mamba_proj_bias"],
+        output_bias=fields["mamba_proj_bias"],
     )
 
 

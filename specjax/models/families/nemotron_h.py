@@ -63,6 +63,7 @@ def _parse(fields: Fields) -> dict[str, Any]:
         kernel=fields["conv_kernel"],
         convolution_bias=fields["use_conv_bias"],
         projection_bias=fields["use_bias"],
+        output_bias=fields["use_bias"],
     )
     moe = {"moe": _parse_experts(fields)} if _MOE in kinds else {}
     return {

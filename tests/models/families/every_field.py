@@ -209,6 +209,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("Bamba", _MAMBA2 | {"attn_layer_indices": [1]}),
+    "falcon_h1": ("FalconH1", _MAMBA2 | {"mamba_d_ssm": 64}),
     "qwen3_vl": ("Qwen3VL", _SIZES),
     "qwen3_vl_moe": ("Qwen3VLMoe", _SIZES | _EXPERTS),
     "kimi_k25": ("Kimi_K25", _DEEPSEEK),

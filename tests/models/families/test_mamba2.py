@@ -41,15 +41,16 @@ def zoo_model(tmp_path_factory):
     return of
 
 
-NAMES = ("nemotron_h", "nemotron_h with experts", "granitemoehybrid", "bamba")
-_OTHERS = ("plain", "lookup", "early exit, dynamic tree", "itself, chain")
-PAIRS = [
-    pytest.param(
-        name, drafter, marks=pytest.mark.full if name == NAMES[0] else pytest.mark.thorough
-    )
-    for name in NAMES
-    for drafter in ("early exit, static tree", "itself, dynamic tree")
-] + [
+NAMES = ("nemotron_h", "nemotron_h with experts", "granitemoehybrid", "bamba", "falcon_h1")
+_MARKS = dict.fromkeys(NAMES, pytest.mark.thorough) | {NAMES[0]: pytest.mark.full}
+_FIRST, *_OTHERS = (
+    "itself, dynamic tree",
+    "early exit, static tree",
+    "plain",
+    "lookup",
+    "itself, chain",
+)
+PAIRS = [pytest.param(name, _FIRST, marks=_MARKS[name]) for name in NAMES] + [
     pytest.param(name, drafter, marks=pytest.mark.thorough) for name in NAMES for drafter in _OTHERS
 ]
 
@@ -64,9 +65,7 @@ def test_greedy_texts_are_those_of_transformers(zoo_model, name, drafter) -> Non
         assert np.sum(result.stats.accepted) > 0.9 * np.sum(result.stats.drafted)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=PAIRS[2 * i].marks) for i, name in enumerate(NAMES)]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS[name]) for name in NAMES])
 def test_a_prompt_in_odd_chunks_and_a_tree_below_it_are_as_texts_alone(zoo_model, name) -> None:
     """Each node of the tree has the logits of transformers after the prompt and its path."""
     hybrid = zoo_model(name)
@@ -174,11 +173,26 @@ BAMBA = _HEADS | {  # Bamba 9B
     "tie_word_embeddings": False,
     "max_position_embeddings": 262_144,
 }
-LARGE = {"nemotron_h": NANO, "granitemoehybrid": GRANITE, "bamba": BAMBA}
+FALCON = {  # about Falcon-H1 0.5B
+    "model_type": "falcon_h1",
+    "vocab_size": 32_784,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_n_heads": 24,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "tie_word_embeddings": False,
+}
+LARGE = {"nemotron_h": NANO, "granitemoehybrid": GRANITE, "bamba": BAMBA, "falcon_h1": FALCON}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS[name]) for name in LARGE])
 def test_a_published_model_has_as_many_parameters_as_in_transformers(name) -> None:
     count = parameter_count(config_json.parse_config(dict(LARGE[name])))
     assert count == count_by_transformers(dict(LARGE[name]))

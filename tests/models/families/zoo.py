@@ -353,6 +353,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attn_layer_indices": [1, 3], "mlp_bias": True, "mamba_n_groups": 2}
         | {"mamba_proj_bias": True},
     ),
+    "falcon_h1": (
+        "FalconH1",
+        _MAMBA2
+        | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 64,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "embedding_multiplier": 5.0,
+            "lm_head_multiplier": 0.25,
+            "attention_in_multiplier": 1.5,
+            "attention_out_multiplier": 0.9,
+            "key_multiplier": 0.7,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.3,
+            "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5],
+            "mlp_multipliers": [0.8, 0.4],
+        },
+    ),
+    "falcon_h1 with other norms": (
+        "FalconH1",
+        _MAMBA2
+        | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 64,
+            "mamba_rms_norm": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+        },
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         _MAMBA2
@@ -423,19 +455,24 @@ FULL_ALONE = (
     "glm4_moe_lite",
     "exaone4",
     "granitemoehybrid",
-    "granitemoehybrid without experts",
-    "bamba",
     "nemotron_h with experts",
+    "falcon_h1",
 )
 """Models whose kinds of layers are those of others: `make test` leaves them out."""
 
 
+THOROUGH_ALONE = ("granitemoehybrid without experts", "bamba", "falcon_h1 with other norms")
+"""Models that differ from others of `FULL_ALONE` in the names and switches of their files alone."""
+
+
 def case(values: Any, name: str) -> Any:
-    """Return a case of a parametrized test, in the full tier alone if the model of ``name`` is."""
+    """Return a case of a parametrized test, in the tier of the model of ``name``."""
     import pytest
 
     values = values if isinstance(values, tuple) else (values,)
-    return pytest.param(*values, marks=[pytest.mark.full] * (name in FULL_ALONE))
+    marks = [pytest.mark.full] * (name in FULL_ALONE)
+    marks += [pytest.mark.thorough] * (name in THOROUGH_ALONE)
+    return pytest.param(*values, marks=marks)
 
 
 def cases() -> list[Any]:
