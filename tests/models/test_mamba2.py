@@ -163,7 +163,7 @@ def test_in_a_tree_each_node_is_as_its_path_and_an_accepted_path_is_written() ->
 
 
 def test_below_drafted_nodes_in_scratch_each_node_is_as_its_path() -> None:
-    """Of the tokens that a node's convolution reads, some are in the state and some in scratch."""
+    """The tokens that a node's convolution reads are partly in the state and partly in scratch."""
     params, _, state, nodes, paths, expected = tree_below_texts()
     above, depths = ancestors(paths), np.array([len(path) for path in paths])
     scratch = tuple(

@@ -22,10 +22,12 @@ from specjax.models.memory import Mamba2
 
 
 def _factors(count: int) -> Field:
-    one = number(-1e6, 1e6)
+    factor = number(-1e6, 1e6)
     return Field(
         f"a list of {count} numbers",
-        lambda value: type(value) is list and len(value) == count and all(map(one.accepts, value)),
+        lambda value: (
+            type(value) is list and len(value) == count and all(map(factor.accepts, value))
+        ),
         default=None,
     )
 

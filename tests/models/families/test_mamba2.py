@@ -67,7 +67,7 @@ def test_greedy_texts_are_those_of_transformers(zoo_model, name, drafter) -> Non
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS[name]) for name in NAMES])
 def test_a_prompt_in_odd_chunks_and_a_tree_below_it_are_as_texts_alone(zoo_model, name) -> None:
-    """Each node of the tree has the logits of transformers after the prompt and its path."""
+    """The logits of a node are those of transformers after the prompt and the node's path."""
     hybrid = zoo_model(name)
     rng, paths = np.random.default_rng(0), paths_of([-1, 0, 0, 1, 2, 2, 4, -1])
     prompt, nodes = rng.integers(0, zoo.VOCABULARY, 75), rng.integers(0, zoo.VOCABULARY, 8)
