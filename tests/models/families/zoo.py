@@ -357,14 +357,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1",
         _MAMBA2
         | {
-            "num_hidden_layers": 2,
             "mamba_d_ssm": 64,
             "mamba_n_groups": 2,
             "mamba_rms_norm": True,
             "mamba_norm_before_gate": False,
             "mamba_proj_bias": True,
             "embedding_multiplier": 5.0,
-            "lm_head_multiplier": 0.25,
+            "lm_head_multiplier": 1.9,
             "attention_in_multiplier": 1.5,
             "attention_out_multiplier": 0.9,
             "key_multiplier": 0.7,
