@@ -101,6 +101,7 @@ def test_a_prompt_in_odd_chunks_and_a_tree_below_it_are_as_texts_alone(zoo_model
     np.testing.assert_allclose(output.logits[0, 0], expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_layer_of_an_mlp_alone_remembers_nothing(zoo_model) -> None:
     target = zoo_model("nemotron_h").target
     cache, scratch = target.new_cache(2, 16), target.new_scratch(2, 4)
