@@ -8,9 +8,9 @@ without parts, ``()``.
 A part is one array, or two if it is quantized to 8 bits (`specjax.models.quantized_cache`). The
 functions here treat both alike: slots are the third axis of every array.
 
-A layer with linear attention stores committed tokens differently: in a `State` of fixed size for
-the whole text. Its drafted tokens have entries too. Those of an accepted path are written into the
-state when they are committed.
+A layer may store committed tokens differently: in a `State` of fixed size for the whole text
+(`specjax.models.memory`). Its drafted tokens have entries too. Those of an accepted path are
+written into the state when they are committed.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int
 
-from specjax.models.config import LinearAttention
+from specjax.models.memory import LayerMemory, Parts
 from specjax.models.quantized_cache import Part, QuantizedPart
 from specjax.models.states import State, by_heads, empty_nodes
 
@@ -46,19 +46,8 @@ the R queries sees.
 """
 
 
-Parts = Sequence[tuple[int, int]]
-"""The ``(heads, dim)`` of each part of a layer's entry."""
-
-Memory = Parts | LinearAttention
-"""What a layer remembers, as `ModelConfig.memory` returns it.
-
-It is the parts of the entry that the layer stores for each token, or the sizes of its one state for
-the whole text.
-"""
-
-
 def empty_entries(
-    layers: Sequence[Memory],
+    layers: Sequence[LayerMemory | Parts],
     *,
     batch: int,
     slots: int,
@@ -84,16 +73,17 @@ def empty_entries(
             return empty
         return QuantizedPart(empty, _placed(jnp.zeros((batch, heads, slots), jnp.float32), mesh))
 
-    def entry(memory: Memory) -> Entry:
-        if isinstance(memory, LinearAttention):
-            return empty_nodes(memory, batch, slots, activations or dtype, mesh)
-        return tuple(buffer(heads, dim) for heads, dim in memory)
+    def entry(memory: LayerMemory) -> Entry:
+        parts = tuple(buffer(heads, dim) for heads, dim in memory.parts)
+        if memory.state is None:
+            return parts
+        return parts + empty_nodes(memory.state, batch, slots, activations or dtype, mesh)
 
-    return tuple(map(entry, layers))
+    return tuple(entry(LayerMemory.of(memory)) for memory in layers)
 
 
 def empty_states(
-    layers: Sequence[Memory],
+    layers: Sequence[LayerMemory | Parts],
     *,
     batch: int,
     dtype: DTypeLike = jnp.float32,
@@ -103,10 +93,8 @@ def empty_states(
 
     If no layer has a state the result is ``()``. ``dtype`` is the type of the activations.
     """
-    states = [
-        State.zeros(memory, batch, dtype, mesh) if isinstance(memory, LinearAttention) else None
-        for memory in layers
-    ]
+    sizes = [LayerMemory.of(memory).state for memory in layers]
+    states = [None if size is None else State.zeros(size, batch, dtype, mesh) for size in sizes]
     return tuple(states) if any(states) else ()
 
 
@@ -203,7 +191,7 @@ class KVCache:
     @classmethod
     def create(
         cls,
-        layers: Sequence[Memory],
+        layers: Sequence[LayerMemory | Parts],
         *,
         batch: int,
         capacity: int,
@@ -215,7 +203,7 @@ class KVCache:
 
         The other arguments are those of `empty_entries`.
         """
-        parts = [() if isinstance(memory, LinearAttention) else memory for memory in layers]
+        parts = [LayerMemory.of(memory).parts for memory in layers]
         return cls(
             layers=empty_entries(parts, batch=batch, slots=capacity, dtype=dtype, mesh=mesh),
             length=jnp.zeros(batch, jnp.int32),
@@ -283,19 +271,16 @@ def split_entries_and_states(
 ) -> tuple[Entries, tuple[State | None, ...]]:
     """Return the entries that go into slots, and the states after the first ``count [B]`` tokens.
 
-    The entries of layers with a state are ``()``. A `State` in ``new`` is returned as it is.
+    See `State.take`.
     """
     if not states:
         return tuple(new), ()  # pyright: ignore[reportReturnType]
     entries: list[Entry] = []
     after: list[State | None] = []
     for state, update in zip(states, new, strict=True):
-        if isinstance(update, State):
-            entries.append(())
-            after.append(update)
-        else:
-            entries.append(update if state is None else ())
-            after.append(None if state is None else state.append(update, count))
+        entry, state_after = (update, None) if state is None else state.take(update, count)
+        entries.append(entry)  # pyright: ignore[reportArgumentType]
+        after.append(state_after)
     return tuple(entries), tuple(after)
 
 

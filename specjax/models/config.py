@@ -5,10 +5,22 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from specjax.errors import InputError, check_minimum
+from specjax.models.memory import LayerMemory, LinearAttention, StateSizes
+
+__all__ = [
+    "MLA",
+    "Activation",
+    "Layer",
+    "LayerFactors",
+    "LinearAttention",
+    "MoE",
+    "ModelConfig",
+    "Rope",
+]
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 Scoring = Literal["softmax", "sigmoid"]
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 Norms = Literal["before", "after", "both"]
 
 
@@ -135,6 +147,9 @@ class MoE:
             output (Llama 4).
         beside_mlp: whether a layer has an ordinary MLP as well, and sums both outputs, each normed
             (Gemma 4). The router then has a norm and scales of its own.
+        latent_size: the size of a projection of the hidden state that the experts read, and from
+            which a second projection makes the sum of their outputs (Nemotron 3 Super); None: they
+            read the hidden state. The router and the shared experts always read that.
 
     Examples:
         >>> from dataclasses import replace
@@ -162,6 +177,7 @@ class MoE:
     limit: float | None = None
     scales_inputs: bool = False
     beside_mlp: bool = False
+    latent_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.scales_inputs and self.experts_per_token != 1:
@@ -188,89 +204,6 @@ class MoE:
                 f" {self.groups_kept * size} experts (num_experts={self.num_experts},"
                 f" groups={self.groups}, groups_kept={self.groups_kept})"
             )
-
-
-@dataclass(frozen=True)
-class LinearAttention:
-    """Layers that keep a state of fixed size: the gated delta rule (arXiv 2412.06464).
-
-    Qwen3-Next and Qwen3.5 have it (Yang et al. 2024). See `specjax.models.linear_attention`.
-
-    Attributes:
-        key_heads: the number of heads of queries and keys.
-        value_heads: the number of heads of values, each with a state; a multiple of ``key_heads``.
-        key_dim: the size of a head's query and key.
-        value_dim: the size of a head's value.
-        kernel: the kernel size of the short convolution before the rule, in tokens, the newest
-            included.
-        by_key_head: the layout of the projections. True: one matrix makes queries, keys, values and
-            output gates, and another the two gates of the rule; in both the outputs of a key head
-            are contiguous (Qwen3-Next). False: one matrix makes queries, keys and values, one after
-            the other, and each gate has a matrix (Qwen3.5).
-
-    Examples:
-        The numbers of a row's state, and the bytes of a drafted token in bfloat16:
-
-        >>> from specjax.models.config import LinearAttention
-        >>> linear = LinearAttention(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
-        >>> linear.state_size, linear.node_bytes(2)
-        (524288, 41088)
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int = 4
-    by_key_head: bool = False
-
-    def __post_init__(self) -> None:
-        check_minimum(1, self, ("key_heads", "value_heads", "key_dim", "value_dim"))
-        if self.kernel < 2:
-            raise InputError(f"kernel={self.kernel}: must be at least 2 tokens")
-        if self.value_heads % self.key_heads:
-            raise InputError(
-                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}:"
-                " each key head serves an equal group of value heads"
-            )
-
-    @property
-    def group(self) -> int:
-        """The number of value heads for each key head."""
-        return self.value_heads // self.key_heads
-
-    @property
-    def convolved(self) -> tuple[tuple[int, int], ...]:
-        """The ``(heads, dim)`` of the convolution's inputs: queries, keys and values."""
-        return (
-            (self.key_heads, self.key_dim),
-            (self.key_heads, self.key_dim),
-            (self.value_heads, self.value_dim),
-        )
-
-    @property
-    def state_size(self) -> int:
-        """The size of a row's state, without the convolution's newest tokens."""
-        return self.value_heads * self.key_dim * self.value_dim
-
-    def state_bytes(self, number_bytes: float) -> float:
-        """Return the bytes of a row's state, with the convolution's newest tokens.
-
-        ``number_bytes`` are the bytes of a number of the activations; everything else is float32.
-        """
-        return 4 * self.state_size + (self.kernel - 1) * self._convolved_size * number_bytes
-
-    def node_bytes(self, number_bytes: float) -> float:
-        """Return the bytes of the entry of a drafted token; see `state_bytes`."""
-        return 4 * self._update_size + self._convolved_size * number_bytes
-
-    @property
-    def _update_size(self) -> int:
-        return self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
-
-    @property
-    def _convolved_size(self) -> int:
-        return sum(heads * dim for heads, dim in self.convolved)
 
 
 @dataclass(frozen=True)
@@ -307,6 +240,36 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class LayerFactors:
+    """The constant factors inside every layer of Falcon-H1 (Technology Innovation Institute, 2025).
+
+    Attributes:
+        attention_in: the factor of attention's input.
+        attention_out: the factor of attention's output.
+        key: the factor of keys before rotation.
+        state_in: the factor of Mamba-2's input.
+        state_out: the factor of Mamba-2's output.
+        state_parts: the factors of Mamba-2's projections: gate, x, B, C and step.
+        gate: the factor of the MLP's gate before its activation.
+        down: the factor of the MLP's output.
+
+    Examples:
+        >>> from specjax.models.config import LayerFactors
+        >>> LayerFactors(key=0.5).key, LayerFactors().state_parts
+        (0.5, (1.0, 1.0, 1.0, 1.0, 1.0))
+    """
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    key: float = 1.0
+    state_in: float = 1.0
+    state_out: float = 1.0
+    state_parts: tuple[float, ...] = (1.0,) * 5
+    gate: float = 1.0
+    down: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The configuration of a decoder like Llama. The defaults are Llama's; families set switches.
 
@@ -318,25 +281,29 @@ class ModelConfig:
     newest ``sliding_window`` tokens, their own included. ``layers`` describes how layers differ,
     one by one; empty: all are alike.
 
-    Further switches: ``activation`` of the gated MLP. ``norms`` are before attention and MLP, after
-    them, or both; ``norm_offset`` is added to every norm's weight. ``qk_norm_over_heads`` norms all
-    heads of a token together (OLMo), not each; ``value_norm`` norms values, without a weight.
-    ``keys_are_values``: a value is the key before norm and rotation. ``embedding_scale`` and
-    ``residual_scale`` (of the outputs of attention and MLP) are factors; logits are divided by
-    ``logit_divisor``; ``attention_scale`` is the factor of scores, None for ``head_dim ** -0.5``.
-    ``score_cap`` and ``logit_cap`` are soft caps of scores and logits, ``cap * tanh(x / cap)``.
-    With ``sinks`` every query head has a logit without a value that takes part in its softmax
-    (gpt-oss). With ``layer_scalars`` each layer's output is multiplied by a number.
-    ``per_layer_inputs``: the size of an input of every layer for each token, from an embedding of
-    ``per_layer_vocab_size`` tokens (Gemma 4's E2B and E4B); 0 for none. ``gated_attention``: the
-    output of each query head is multiplied by a gate (Qwen3.5). The ``linear_layers`` have
-    ``linear`` attention, which keeps a state, in place of ordinary attention. With
-    ``rope_interleaved`` rotated pairs of ordinary attention are neighbours (GLM-4), otherwise
-    halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated before their norms
-    (Hunyuan). ``value_dim`` is the size of a head's value, None for ``head_dim``, and
-    ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries and keys of layers
-    with RoPE are normed after it, without a weight, and with ``windows_aligned`` a window begins at
-    a multiple of its size: a query sees the chunk that it is in (Llama 4).
+    Further switches: ``activation`` of the gated MLP; with ``gated_mlp`` False the MLP and experts
+    have no gate, and are ``down(activation(up(x)))`` (Nemotron-H). ``norms`` are before attention
+    and MLP, after them, or both; ``norm_offset`` is added to every norm's weight.
+    ``qk_norm_over_heads`` norms all heads of a token together (OLMo), not each; ``value_norm``
+    norms values, without a weight. ``keys_are_values``: a value is the key before norm and
+    rotation. ``embedding_scale`` and ``residual_scale`` (of the outputs of attention and MLP) are
+    factors; logits are divided by ``logit_divisor``; ``attention_scale`` is the factor of scores,
+    None for ``head_dim ** -0.5``. ``score_cap`` and ``logit_cap`` are soft caps of scores and
+    logits, ``cap * tanh(x / cap)``. With ``sinks`` every query head has a logit without a value
+    that takes part in its softmax (gpt-oss). With ``layer_scalars`` each layer's output is
+    multiplied by a number. ``per_layer_inputs``: the size of an input of every layer for each
+    token, from an embedding of ``per_layer_vocab_size`` tokens (Gemma 4's E2B and E4B); 0 for none.
+    ``gated_attention``: the output of each query head is multiplied by a gate (Qwen3.5). The
+    ``linear_layers`` have ``linear`` attention or Mamba-2, which keep a state, in place of ordinary
+    attention; ``linear`` has its sizes. If ``mlp_layers`` are given, every layer has one block with
+    one norm: these have an MLP or experts alone, and remember nothing; the others have no MLP
+    (Nemotron-H). With ``rope_interleaved`` rotated pairs of ordinary attention are neighbours
+    (GLM-4), otherwise halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated
+    before their norms (Hunyuan). ``value_dim`` is the size of a head's value, None for
+    ``head_dim``, and ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries
+    and keys of layers with RoPE are normed after it, without a weight, and with ``windows_aligned``
+    a window begins at a multiple of its size: a query sees the chunk that it is in (Llama 4).
+    ``factors`` are constant factors inside every layer (Falcon-H1).
 
     Examples:
         >>> from dataclasses import replace
@@ -367,6 +334,7 @@ class ModelConfig:
     value_norm: bool = False
     keys_are_values: bool = False
     activation: Activation = "silu"
+    gated_mlp: bool = True
     norms: Norms = "before"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
@@ -393,8 +361,10 @@ class ModelConfig:
     qk_norm_after_rope: bool = False
     qk_unit_norm: bool = False
     windows_aligned: bool = False
-    linear: LinearAttention | None = None
+    linear: StateSizes | None = None
     linear_layers: tuple[int, ...] = ()
+    mlp_layers: tuple[int, ...] | None = None
+    factors: LayerFactors | None = None
 
     def __post_init__(self) -> None:
         names = (
@@ -447,6 +417,8 @@ class ModelConfig:
             self._check_layers()
         if self.linear_layers:
             self._check_linear()
+        if self.mlp_layers is not None:
+            self._check_blocks(self.mlp_layers)
         if self.per_layer_inputs and self.per_layer_vocab_size < self.vocab_size:
             raise InputError(
                 f"per_layer_vocab_size={self.per_layer_vocab_size}: must be at least"
@@ -456,7 +428,9 @@ class ModelConfig:
     def _check_linear(self) -> None:
         if self.linear is None:
             raise InputError(f"linear_layers={self.linear_layers}: linear must give their sizes")
-        if not set(self.linear_layers) < set(range(self.num_layers)):
+        layers = set(range(self.num_layers))
+        may_be_all = self.linear.beside_attention and set(self.linear_layers) == layers
+        if not (may_be_all or set(self.linear_layers) < layers):
             raise InputError(
                 f"linear_layers={self.linear_layers}: must be some of the"
                 f" num_layers={self.num_layers} layers, from 0, and not all of them: at least one"
@@ -474,6 +448,26 @@ class ModelConfig:
             raise InputError(
                 "linear_layers: cannot be combined with latent attention, layers that differ, or"
                 " windows of them"
+            )
+
+    def _check_blocks(self, mlp_layers: tuple[int, ...]) -> None:
+        with_attention = {*self.linear_layers, *self.windowed_layers}
+        if list(mlp_layers) != sorted(
+            set(mlp_layers) & set(range(self.num_layers)) - with_attention
+        ):
+            raise InputError(
+                f"mlp_layers={mlp_layers}: must be layers of the num_layers={self.num_layers}, each"
+                " once and in ascending order, and not among linear_layers or windowed_layers"
+            )
+        if len({*mlp_layers, *self.linear_layers}) == self.num_layers:
+            raise InputError(
+                f"mlp_layers={mlp_layers}, linear_layers={self.linear_layers}: at least one layer"
+                " must have ordinary attention"
+            )
+        if self.mla is not None or self.layers or self.norms != "before":
+            raise InputError(
+                "mlp_layers: cannot be combined with latent attention, layers that differ, or norms"
+                " after a block"
             )
 
     def _check_layers(self) -> None:
@@ -529,6 +523,8 @@ class ModelConfig:
             for layers in (self.windowed_layers, self.linear_layers)
         )
         kinds: dict[str, Any] = {"windowed_layers": tuple(windowed), "linear_layers": tuple(linear)}
+        if self.mlp_layers is not None:
+            kinds["mlp_layers"] = tuple(i for i in self.mlp_layers if i < count)
         return replace(
             self, **{"num_layers": count, "layers": self.layers[:count], **kinds, **changes}
         )
@@ -539,7 +535,7 @@ class ModelConfig:
 
     def is_sparse(self, layer: int) -> bool:
         """Return True if a layer has experts."""
-        return self.moe is not None and layer not in self.moe.dense_layers
+        return self.moe is not None and self.has_mlp(layer) and layer not in self.moe.dense_layers
 
     def entries_of(self, layer: int) -> int:
         """Return the index of the layer whose entries a layer attends to.
@@ -550,27 +546,37 @@ class ModelConfig:
         return layer if source is None else source
 
     def is_linear(self, layer: int) -> bool:
-        """Return True if a layer has linear attention."""
+        """Return True if a layer has linear attention, or Mamba-2."""
         return layer in self.linear_layers
 
-    def memory(self, layer: int) -> "tuple[tuple[int, int], ...] | LinearAttention":
-        """Return the memory of a layer: the parts of its entries, or the sizes of its state.
+    def has_mixer(self, layer: int) -> bool:
+        """Return True if a layer has attention of any kind, or a state: tokens are mixed in it."""
+        return self.mlp_layers is None or layer not in self.mlp_layers
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return True if a layer has an MLP or experts."""
+        return self.mlp_layers is None or layer in self.mlp_layers
+
+    def memory(self, layer: int) -> LayerMemory:
+        """Return the memory of a layer: the parts of its entries, the sizes of its state, or both.
 
         The parts are those of `entry_parts`.
         """
-        if self.linear is not None and self.is_linear(layer):
-            return self.linear
-        return self.entry_parts(layer)
+        return LayerMemory(self.entry_parts(layer), self.linear if self.is_linear(layer) else None)
 
     def entry_parts(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Return the ``(heads, dim)`` of each array that a layer stores for a token.
 
         These are keys and values, or the latent and the rotated key (see `specjax.models.cache`).
-        It is empty for a layer that reads the entries of another layer, or keeps a state.
+        It is empty for a layer that reads the entries of another layer, keeps a state, or has no
+        attention.
         """
+        if not self.has_mixer(layer):
+            return ()
         if self.mla is not None:
             return ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
-        if self.entries_of(layer) != layer or self.is_linear(layer):
+        state = self.linear if self.is_linear(layer) else None
+        if self.entries_of(layer) != layer or (state is not None and not state.beside_attention):
             return ()
         config = self.of_layer(layer)
         return ((config.num_kv_heads, config.head_dim), (config.num_kv_heads, config.value_size))

@@ -53,6 +53,7 @@ _ACTIVATIONS: dict[str, Activation] = {  # Hugging Face's name -> ours; the firs
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 
 # The fields of every family's config.json. The bounds are far beyond any model, and small enough to

@@ -22,6 +22,10 @@ the state::
 
     S  =  g_m S0 + sum_a (g_m / g_a) k_a u_a^T    with m its end, and a in anc(m) or m
 
+In a simpler rule the update of a token is its whole value, ``u = v`` (Mamba-2, see
+`specjax.models.mamba2`). It depends on no other token, so there is no system of equations. All else
+is the same.
+
 Everything is in float32. The logarithm of a share g_n / g_a is computed as the sum of the
 logarithms of the alphas between the two. As the difference of two longer sums it would lose digits:
 a head may forget everything at some tokens and hardly anything at others, so the sums reach
@@ -56,14 +60,15 @@ class DeltaRuleInputs(NamedTuple):
         q: ``[B, heads, T, dk]`` queries, scaled.
         k: ``[B, heads, T, dk]`` keys, of length 1.
         v: ``[B, heads * r, T, dv]`` values.
-        beta: ``[B, heads * r, T]`` the share that each token writes.
+        beta: ``[B, heads * r, T]`` the share that each token writes. None: each writes its whole
+            value, whatever the state returns for its key.
         log_alpha: ``[B, heads * r, T]`` the logarithm of the share of the state that remains.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    beta: jax.Array
+    beta: jax.Array | None
     log_alpha: jax.Array
 
 
@@ -123,27 +128,33 @@ def read_tree(
     def grouped(x: jax.Array) -> jax.Array:  # [B, h, …] -> [B, heads, r, …]
         return x.reshape(x.shape[0], heads, -1, *x.shape[2:])
 
-    v, beta, log_alpha = grouped(v), grouped(beta), grouped(log_alpha)
-    both = jnp.concatenate([k, q], axis=2)  # so that the state is read once, for keys and queries
+    v, beta = grouped(v), None if beta is None else grouped(beta)
+    log_alpha = grouped(log_alpha)
+    # So that the state is read once, for keys and queries.
+    both, repeats = (q, 1) if beta is None else (jnp.concatenate([k, q], axis=2), 2)
     shares, log_g = (None, log_alpha) if mask is None else _shares(log_alpha, mask)
     sums = 0.0
     if before is not None:
         node, visible = before
         drafted_shares, log_g = _shares(grouped(node.log_alpha), visible, log_g)
         similar = _product("bhtk,bhik->bhti", both, node.k)[:, :, None] * jnp.tile(
-            drafted_shares, (2, 1)
+            drafted_shares, (repeats, 1)
         )
         sums = _product("bhrti,bhriv->bhrtv", similar, grouped(node.u))
     state_values = _product("bhtk,bhrkv->bhrtv", both, grouped(state))
-    sums = sums + state_values * jnp.tile(jnp.exp(log_g), 2)[..., None]
-    predicted, y = sums[..., :count, :], sums[..., count:, :]
-    u = beta[..., None] * (v - predicted)
+    sums = sums + state_values * jnp.tile(jnp.exp(log_g), repeats)[..., None]
+    if beta is None:
+        y, u = sums, v
+    else:
+        predicted, y = sums[..., :count, :], sums[..., count:, :]
+        u = beta[..., None] * (v - predicted)
     if shares is None:
         y = y + jnp.sum(q * k, axis=-1)[:, :, None, :, None] * u
     else:
         similar = _product("bhtk,bhik->bhti", both, k)[:, :, None]
-        u = _solve(similar[..., :count, :] * shares * beta[..., None], u)
-        y = y + _product("bhrti,bhriv->bhrtv", similar[..., count:, :] * shares, u)
+        if beta is not None:
+            u = _solve(similar[..., :count, :] * shares * beta[..., None], u)
+        y = y + _product("bhrti,bhriv->bhrtv", similar[..., -count:, :] * shares, u)
     return _joined(y), Node(k, _joined(u), tokens.log_alpha)
 
 
@@ -164,10 +175,11 @@ def read_chain(
     length = tokens.q.shape[2]
     if count is not None:  # tokens beyond neither decay the state nor write to it
         counts = jnp.arange(length)[None, None] < count[:, None, None]
-        tokens = tokens._replace(
-            beta=jnp.where(counts, tokens.beta, 0.0),
-            log_alpha=jnp.where(counts, tokens.log_alpha, 0.0),
-        )
+        if tokens.beta is None:
+            tokens = tokens._replace(v=jnp.where(counts[..., None], tokens.v, 0.0))
+        else:
+            tokens = tokens._replace(beta=jnp.where(counts, tokens.beta, 0.0))
+        tokens = tokens._replace(log_alpha=jnp.where(counts, tokens.log_alpha, 0.0))
     size = min(length, CHUNK)
     mask = jnp.tril(jnp.ones((1, size, size), bool))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ from jax.sharding import Mesh
 from specjax.models import mla, moe
 from specjax.models.attention import Piece, attend
 from specjax.models.cache import Entry
-from specjax.models.config import ModelConfig
+from specjax.models.config import LayerFactors, ModelConfig
 from specjax.models.linear_attention import Context, linear_attention
+from specjax.models.mamba2 import mamba2
+from specjax.models.memory import LinearAttention, Mamba2, StateSizes
 from specjax.models.params import Params
 from specjax.models.primitives import activate, apart, linear, mlp, rms_norm
 from specjax.models.quantized_cache import CacheType, quantize
@@ -108,6 +111,8 @@ def keys_values(
     """
     k = linear(params, "k", x)
     v = k if config.keys_are_values else linear(params, "v", x)
+    if config.factors is not None:
+        k = k * config.factors.key
     k = _turned(params, "k_norm", config, k, rotations.turn_keys, rotations)
     v = v.reshape(*x.shape[:2], config.num_kv_heads, config.value_size)
     if config.value_scale != 1.0:
@@ -155,6 +160,17 @@ def normed(params: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.
     return rms_norm(x, params[name], config.norm_eps, config.norm_offset) if name in params else x
 
 
+WITH_STATE: dict[type[StateSizes | None], Callable[..., tuple[jax.Array, Any]]] = {
+    LinearAttention: linear_attention,
+    Mamba2: mamba2,
+}
+"""The layers that keep a state, by the class of its sizes (see `specjax.models.memory`).
+
+Each takes the parameters, the layer's configuration, normed hidden states ``[B, T, H]`` and a
+`Context`, and returns its output and the entry of the tokens, or the state after them.
+"""
+
+
 # Jitted so that layers of the same configuration are traced and lowered once.
 @partial(jax.jit, static_argnames=("config", "mesh", "cache_dtype"))
 def decoder_layer(
@@ -171,22 +187,50 @@ def decoder_layer(
 ) -> tuple[jax.Array, Entry | State]:
     """Run one decoder layer, and return the residual stream ``[B, T, H]`` after it and its entry.
 
-    A layer with linear attention needs a ``context``, which replaces rotations, mask and past; see
-    `specjax.models.linear_attention`. ``config`` is the layer's own (`ModelConfig.of_layer`).
-    ``mesh`` is that of ``params``: sharded experts run on their devices. ``inputs [B, T, P]`` are
-    the inputs of this layer for each token, if the model has them.
+    A layer with a state needs a ``context``, which replaces rotations, mask and past; see
+    `specjax.models.linear_attention`. A layer may also have attention or an MLP alone, as its
+    parameters show. ``config`` is the layer's own (`ModelConfig.of_layer`). ``mesh`` is that of
+    ``params``: sharded experts run on their devices. ``inputs [B, T, P]`` are the inputs of this
+    layer for each token, if the model has them.
     """
-    entering = normed(params, "input_norm", config, x)
-    if context is not None:
-        attended, entry = linear_attention(params, config, entering, context)
-    else:
-        attended, entry = attention(params, config, entering, rotations, mask, past, cache_dtype)
-    x = _add(config, x, normed(params, "attention_out_norm", config, attended))
-    x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
+    entry: Entry | State = ()
+    if "o" in params:
+        entering = normed(params, "input_norm", config, x)
+        attended, entry = _remembering(
+            params, config, entering, rotations, mask, past, cache_dtype, context
+        )
+        x = _add(config, x, normed(params, "attention_out_norm", config, attended))
+    if "down" in params or "router" in params:
+        x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
     if inputs is not None:
         gated = activate(linear(params, "per_layer_gate", x), config.activation) * inputs
         x = x + normed(params, "per_layer_out_norm", config, linear(params, "per_layer_out", gated))
     return (x * params["scalar"] if config.layer_scalars else x), entry
+
+
+def _remembering(
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    rotations: Rotations,
+    mask: jax.Array | None,
+    past: Sequence[Piece],
+    cache_dtype: CacheType,
+    context: Context | None,
+) -> tuple[jax.Array, Any]:
+    """Return the output of the layer's attention, or its state, or both, and its entry."""
+    if context is None or config.linear is None:
+        return attention(params, config, x, rotations, mask, past, cache_dtype)
+    read = WITH_STATE[type(config.linear)]
+    if not config.linear.beside_attention:
+        return read(params, config, x, context)
+    factors = config.factors or LayerFactors()
+    y, nodes = read(params["state"], config, x, context)
+    attended, entry = attention(
+        params, config, x * factors.attention_in, rotations, mask, past, cache_dtype
+    )
+    parts = (nodes,) if isinstance(nodes, State) else nodes
+    return y * factors.state_out + attended * factors.attention_out, (*entry, *parts)
 
 
 def _add(config: ModelConfig, x: jax.Array, branch: jax.Array) -> jax.Array:
@@ -199,8 +243,8 @@ def _mixed(params: Params, config: ModelConfig, x: jax.Array, mesh: Mesh | None)
     # The parameters show whether a layer is sparse: one configuration may have layers of both
     # kinds.
     if "router" not in params:
-        return mlp(params, entering, activation=config.activation)
-    if "gate" not in params:
+        return mlp(params, entering, activation=config.activation, factors=config.factors)
+    if "down" not in params:
         return moe.mixture(params, config, entering, mesh)
     dense = normed(
         params, "mlp_own_norm", config, mlp(params, entering, activation=config.activation)

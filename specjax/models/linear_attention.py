@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specjax.models.config import LinearAttention, ModelConfig
+from specjax.models.config import ModelConfig
 from specjax.models.delta_rule import DeltaRuleInputs, Node, read_chain, read_documents, read_tree
+from specjax.models.memory import LinearAttention
 from specjax.models.params import Params
 from specjax.models.primitives import apart, linear, products_in_turn, rms_norm
 from specjax.models.states import State
@@ -104,28 +105,24 @@ def linear_attention(
     The second result is the entry of the call's own tokens, or the state after them.
     """
     sizes = config.linear
-    assert sizes is not None
+    assert isinstance(sizes, LinearAttention)
     *projected, z, b, a = _projections(params, sizes, x)
     convolved = tuple(part.transpose(0, 2, 1, 3) for part in projected)
-    past = [
-        jnp.concatenate([old, *(entry[3 + i] for entry in context.drafted)], 2)
-        for i, old in enumerate(context.state.newest)
-    ]
-    q, k, v = (
-        _convolved(params[f"conv_{name}"], old, new, context.ancestry)
-        for name, old, new in zip("qkv", past, convolved, strict=True)
-    )
+    q, k, v = convolve(params, "qkv", convolved, context)
     tokens = DeltaRuleInputs(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, *_gates(params, b, a))
-    y, memory = _follow(tokens, context, convolved)
+    y, memory = follow(tokens, context, convolved)
     y = rms_norm(y.transpose(0, 2, 1, 3).astype(x.dtype), params["norm"], config.norm_eps)
     gated = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
     return linear(params, "o", gated.astype(x.dtype).reshape(*x.shape[:2], -1)), memory
 
 
-def _follow(
+def follow(
     tokens: DeltaRuleInputs, context: Context, convolved: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, ...] | State]:
-    """Return the outputs of the delta rule, and the entry or the state to store."""
+    """Return the outputs ``[B, h, T, dv]`` of the rule, and the entry or the state to store.
+
+    ``convolved`` are the inputs of the convolution, ``[B, heads, T, dim]`` each.
+    """
     state, ancestry = context.state, context.ancestry
     if ancestry.documents is not None:
         return read_documents(tokens, ancestry.documents), ()
@@ -184,13 +181,43 @@ def _gates(params: Params, b: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.A
     )
 
 
-def _convolved(weight: jax.Array, past: jax.Array, new: jax.Array, ancestry: Ancestry) -> jax.Array:
+def convolve(
+    params: Params, names: str, convolved: tuple[jax.Array, ...], context: Context
+) -> list[jax.Array]:
+    """Return the short convolution of each of a layer's inputs, as `_convolved`.
+
+    Args:
+        params: the parameters of the layer.
+        names: a letter for each input; its weight is ``conv_`` and the letter.
+        convolved: the inputs from the tokens of the call, ``[B, heads, T, dim]`` each.
+        context: the tokens before.
+    """
+    past = [
+        jnp.concatenate([old, *(entry[3 + i] for entry in context.drafted)], 2)
+        for i, old in enumerate(context.state.newest)
+    ]
+    return [
+        _convolved(
+            params[f"conv_{name}"], params.get(f"conv_{name}_bias"), old, new, context.ancestry
+        )
+        for name, old, new in zip(names, past, convolved, strict=True)
+    ]
+
+
+def _convolved(
+    weight: jax.Array,
+    bias: jax.Array | None,
+    past: jax.Array,
+    new: jax.Array,
+    ancestry: Ancestry,
+) -> jax.Array:
     """Return the short convolution ``[B, heads, T, dim]`` float32: SiLU of a weighted sum.
 
     The sum is over each token of the call and the newest tokens before it on its path.
 
     Args:
         weight: ``[heads * dim, 1, kernel_size]``, the weight of the newest token last.
+        bias: ``[heads * dim]``, added to the sum; None for none.
         past: ``[B, heads, kernel_size - 1 + R, dim]`` the tokens before the call: those of the
             state, and drafted ones.
         new: ``[B, heads, T, dim]`` the tokens of the call.
@@ -220,7 +247,10 @@ def _convolved(weight: jax.Array, past: jax.Array, new: jax.Array, ancestry: Anc
     shares = [
         kernels[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((*before, new))
     ]
-    return jax.nn.silu(sum(shares[1:], shares[0]))
+    total = sum(shares[1:], shares[0])
+    if bias is not None:
+        total = total + bias.astype(jnp.float32).reshape(heads, 1, dim)
+    return jax.nn.silu(total)
 
 
 def _unit(x: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ would then depend on the rest of the batch and on drafted tokens: the target wou
 distribution, and speculative decoding not lossless. Here the tokens of a call are independent.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,10 @@ def mixture(
         if name.startswith("experts_")
     }
     run = partial(_route_and_run, config) if mesh is None else partial(_run_split, mesh, config)
-    y = run(x, x if routed is None else routed, routing, experts).astype(x.dtype)
+    inputs = linear(params, "latent_in", x) if moe.latent_size else x
+    y = run(inputs, x if routed is None else routed, routing, experts).astype(x.dtype)
+    if moe.latent_size:
+        y = linear(params, "latent_out", y)
     if not moe.shared_experts:
         return y
     shared = mlp(params, x, "shared_", config.activation)
@@ -123,7 +127,7 @@ def _route_and_run(
     ``first`` is the index of the first expert on this device.
     """
     flat = x.reshape(-1, x.shape[-1])
-    chosen, weights = route(routing, config, routed.reshape(flat.shape))
+    chosen, weights = route(routing, config, routed.reshape(len(flat), -1))
     assert config.moe is not None
     if config.moe.scales_inputs:
         flat, weights = flat * weights.astype(flat.dtype), jnp.ones_like(weights)
@@ -150,14 +154,14 @@ def _run(
         chosen: ``[n, k]`` indices of experts.
         weights: ``[n, k]`` float32.
         experts: the parameters of all experts here, ``gate`` and ``up [E, H, I]``,
-            ``down [E, I, H]``, and their biases, if they have any.
+            ``down [E, I, H]``, and their biases, if they have any. Some models have no gate.
     """
-    count = experts["gate"].shape[0]
+    count = experts["up"].shape[0]
     if _sorts(config, len(x)):
         assert config.moe is not None
         mean = len(x) * config.moe.experts_per_token / config.moe.num_experts
-        unit, gate = partial(_unit, config), partial(_gated, config)
-        return run_sorted(unit, gate, x, chosen, weights, experts, mean)
+        unit, inner = partial(_unit, config), partial(_inner, config)
+        return run_sorted(unit, inner, x, chosen, weights, experts, mean)
     # Index `count` is dropped below.
     chosen = jnp.where((chosen >= 0) & (chosen < count), chosen, count)
     shares = jnp.zeros((count, len(x)), jnp.float32)
@@ -168,8 +172,8 @@ def _run(
         # The tokens of other experts are zeroed: they may be far from this expert's training data
         # and overflow, and 0 times infinity is NaN.
         routed = jnp.where(share[:, None] != 0, x, 0)
-        gated = _gated(config, linear(params, "gate", routed), linear(params, "up", routed))
-        return share[:, None] * linear(params, "down", gated).astype(jnp.float32)
+        inner = _inner(config, lambda name: linear(params, name, routed))
+        return share[:, None] * linear(params, "down", inner).astype(jnp.float32)
 
     def every(total: jax.Array, arguments: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
         return total + expert(*arguments), None
@@ -208,13 +212,23 @@ def _sorts(config: ModelConfig, tokens: int) -> bool:
 
 def _unit(config: ModelConfig, params: Params, rows: jax.Array, counts: jax.Array) -> jax.Array:
     """Run one expert on the rows that count. See `specjax.models.sorted_experts`."""
-    gated = _gated(config, linear(params, "gate", rows), linear(params, "up", rows))
+    inner = _inner(config, lambda name: linear(params, name, rows))
     # With biases it is not 0 for rows of zeros, which a calibration would take for inputs.
-    return linear(params, "down", jnp.where(counts[:, None], gated, 0))
+    return linear(params, "down", jnp.where(counts[:, None], inner, 0))
+
+
+def _inner(config: ModelConfig, product: Callable[[str], jax.Array]) -> jax.Array:
+    """Return the input of an expert's down projection.
+
+    ``product`` returns the product of the expert's input with the matrix of a name.
+    """
+    if not config.gated_mlp:
+        return activate(product("up"), config.activation)
+    return _gated(config, product("gate"), product("up"))
 
 
 def _gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return the input of an expert's down projection.
+    """Return the input of the down projection of an expert with a gate.
 
     gpt-oss's unit (openai/gpt-oss, model card, section 2.1) clamps both inputs at its limit,
     multiplies the gate with ``sigmoid(1.702 gate)``, and adds 1 to the other input.
@@ -246,7 +260,7 @@ def _run_split(
     def local(x: jax.Array, routed: jax.Array, routing: Params, local_experts: Params) -> jax.Array:
         if axis is None:
             return _route_and_run(config, x, routed, routing, local_experts)
-        first = jax.lax.axis_index(axis) * local_experts["gate"].shape[0]
+        first = jax.lax.axis_index(axis) * local_experts["up"].shape[0]
         return jax.lax.psum(_route_and_run(config, x, routed, routing, local_experts, first), axis)
 
     # Unchecked: the check would need an annotation at every scan that the sum is replicated.

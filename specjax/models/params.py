@@ -10,187 +10,28 @@ its rows are looked up.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from specjax import sharding
 from specjax.models.config import ModelConfig
+from specjax.models.param import Param, Params, Within, matrix, norm
 
-Params = dict[str, Any]
-
-Init = Literal["normal", "ones", "zeros", "log_rates"]
-"""The initial value of a new model's parameter.
-
-``log_rates`` are logarithms of uniform numbers from 0 to 16 (Mamba-2's initialisation).
-"""
-
-
-@dataclass(frozen=True)
-class Within:
-    """The slice of a stored tensor that a parameter occupies, along one axis.
-
-    It is every ``step``-th index from ``start`` on, as many as the parameter's size along that
-    axis.
-
-    Attributes:
-        axis: the axis of the stored tensor; of a stacked parameter, the axis of one of its tensors,
-            without the stack.
-        size: the size of that axis in the stored tensor.
-        start: the first index.
-        step: the distance between indices.
-
-    Examples:
-        Queries in a fused tensor, and the first of two interleaved projections:
-
-        >>> from specjax.models.params import Param, Within
-        >>> name = "self_attn.qkv_proj.weight"
-        >>> within = Within(axis=0, size=8)
-        >>> Param((6, 4), (None, "heads"), name, transposed=True, within=within).stored_shape
-        (8, 6)
-        >>> within = Within(axis=2, size=6, step=2)
-        >>> gate = Param((2, 6, 3), ("experts", None, None), "experts.gate_up_proj", within=within)
-        >>> gate.stored_part(np.s_[1:2, :, 1:3])
-        (slice(1, 2, 1), slice(0, 6, 1), slice(2, 5, 2))
-    """
-
-    axis: int
-    size: int
-    start: int = 0
-    step: int = 1
-
-
-@dataclass(frozen=True)
-class Param:
-    """The declaration of one parameter.
-
-    Attributes:
-        shape: the shape in use.
-        axes: the logical axes (see `specjax.sharding`).
-        name: the name in a Hugging Face checkpoint. With ``{}`` there is one tensor for each index
-            of the first axis, and its name has the index there: the experts of a layer, which are
-            published one by one and used as one array.
-        init: the initial value of a new model.
-        stddev: the standard deviation of a normal ``init``.
-        transposed: whether the checkpoint swaps the last two axes.
-        dtype: the type of this parameter, if it is fixed: an index table is "int32". None: the
-            model's.
-        stored_dtype: the type in the checkpoint, if it differs from ``dtype``.
-        units: the number of indivisible units of its sharded axis, if it is specific to this
-            parameter: layers may differ in heads. None: as in other parameters.
-        within: the slice of the tensor of that name that this parameter is, if several share one.
-            None: all of it.
-        unit_axes: the number of axes of size 1 that it has in front in the checkpoint.
-        is_product: whether it is a matrix that is only used in products of
-            `specjax.models.primitives`, so that it may be quantized (see
-            `specjax.models.quantization`).
-        is_rows: whether such a matrix is ``(out, in)`` and its rows are looked up too: an
-            embedding.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    name: str
-    init: Init = "normal"
-    stddev: float = 0.02
-    transposed: bool = False
-    dtype: str | None = None
-    stored_dtype: str | None = None
-    units: int | None = None
-    within: Within | None = None
-    unit_axes: int = 0
-    is_product: bool = False
-    is_rows: bool = False
-
-    def __post_init__(self) -> None:
-        within = self.within
-        if within is not None:
-            assert 0 <= within.axis < len(self._turned_shape), (
-                f"{self.name}: there is no axis {within.axis}"
-            )
-            assert within.start >= 0 and within.step >= 1, (
-                f"{self.name}: {within} must ascend from 0"
-            )
-            assert self._places(within).stop - within.step < within.size, (
-                f"{self.name}: {within} is too short for {self.shape}"
-            )
-
-    @property
-    def stacked(self) -> bool:
-        """True if it is several tensors in the checkpoint."""
-        return "{}" in self.name
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        """The names of its tensors in the checkpoint, in the order of the first axis."""
-        if self.stacked:
-            return tuple(self.name.replace("{}", str(i)) for i in range(self.shape[0]))
-        return (self.name,)
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of each of its tensors in the checkpoint, whole even if it is only a slice."""
-        shape = list(self._turned_shape)
-        if self.within is not None:
-            shape[self.within.axis] = self.within.size
-        return tuple(shape)
-
-    @property
-    def _turned_shape(self) -> tuple[int, ...]:
-        """The shape in use, without the axis of a stack, with the checkpoint's axes."""
-        return self._turned(self.shape[1:] if self.stacked else self.shape, (1,) * self.unit_axes)
-
-    def _turned(self, axes: tuple[Any, ...], units: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*units, *((*axes[:-2], *axes[:-3:-1]) if self.transposed else axes))
-
-    def _places(self, within: Within) -> range:
-        """Return the indices of the stored axis that this parameter occupies."""
-        return range(
-            within.start, within.start + within.step * self._turned_shape[within.axis], within.step
-        )
-
-    def stored_part(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return where a part of this parameter is in its tensor in the checkpoint.
-
-        Args:
-            part: a slice of each axis in use, without the first axis if it is stacked.
-        """
-        places = [range(size) for size in self._turned_shape]
-        units = (slice(None),) * self.unit_axes
-        if self.within is not None:
-            places[self.within.axis] = self._places(self.within)
-        ranges = [
-            indices[piece] for indices, piece in zip(places, self._turned(part, units), strict=True)
-        ]
-        return tuple(
-            slice(indices.start, indices[-1] + 1 if indices else indices.start, indices.step)
-            for indices in ranges
-        )
-
-    def place(self, mesh: Mesh, units: Mapping[str, int]) -> NamedSharding:
-        """Return the sharding of this parameter on ``mesh``.
-
-        ``units`` are as in `sharding.partition`; this parameter's own take precedence.
-        """
-        if self.units is None:
-            own_units = {}
-        else:
-            own_units = {axis: self.units for axis in self.axes if axis is not None}
-        return sharding.named(mesh, self.axes, {**units, **own_units})
-
-    def initialise(self, key: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Return a random value in ``dtype``, or in the parameter's own; consumes ``key``."""
-        dtype = self.dtype or dtype
-        if self.init == "normal":
-            return (self.stddev * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
-        if self.init == "log_rates":
-            rates = jax.random.uniform(key, self.shape, jnp.float32, 0.01, 16.0)
-            return jnp.log(rates).astype(dtype)
-        return jnp.full(self.shape, 1.0 if self.init == "ones" else 0.0, dtype)
+__all__ = [
+    "Param",
+    "Params",
+    "Within",
+    "count",
+    "declare",
+    "declare_layer",
+    "initialise",
+    "matrix",
+    "norm",
+    "shardings",
+]
 
 
 def declare(config: ModelConfig, layers: tuple[int, int] | None = None) -> Params:
@@ -241,30 +82,6 @@ def _declare_per_layer_inputs(config: ModelConfig) -> Params:
     }
 
 
-def matrix(
-    name: str,
-    inputs: tuple[int, str | None],
-    outputs: tuple[int, str | None],
-    stddev: float = 0.02,
-    units: int | None = None,
-    is_product: bool = True,
-) -> Param:
-    """Declare the weight ``(in, out)`` of a linear layer, from size and logical axis of each side.
-
-    ``units`` and ``is_product`` are as in `Param`.
-    """
-    shape, axes = (inputs[0], outputs[0]), (inputs[1], outputs[1])
-    return Param(
-        shape,
-        axes,
-        f"{name}.weight",
-        stddev=stddev,
-        transposed=True,
-        units=units,
-        is_product=is_product,
-    )
-
-
 def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str, Param]:
     """Declare the parameters of one decoder layer.
 
@@ -276,25 +93,24 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
     """
     has_entries = config.entries_of(index) == index
     is_sparse = config.is_sparse(index)
-    is_linear = config.is_linear(index)
+    state = config.memory(index).state
     config = config.of_layer(index)
-    if is_linear:
-        attention = _declare_linear_attention(config, f"{prefix}linear_attn.")
+    beside: Params = {}
+    if state is not None and state.beside_attention:
+        beside = {"state": state.declare(prefix, config.hidden_size, _residual_stddev(config))}
+        state = None
+    if state is not None:
+        attention = state.declare(prefix, config.hidden_size, _residual_stddev(config))
     elif config.mla is None:
         attention = _declare_attention(config, f"{prefix}self_attn.")
     else:
         attention = _declare_latent_attention(config, f"{prefix}self_attn.")
     layer = {**_declare_norms(config, prefix), **attention}
-    has_both = is_sparse and config.moe is not None and config.moe.beside_mlp
-    if is_sparse:
-        layer |= _declare_experts(config, f"{prefix}mlp.")
-    if has_both:
-        layer |= _declare_mixing(config, prefix)
-    if has_both or not is_sparse:
-        layer |= _declare_mlp(config, f"{prefix}mlp.")
+    if config.has_mlp(index):
+        layer |= _declare_mlps(config, prefix, is_sparse)
     inputs = ("q", "k", "v") if config.mla is None else ("q_a", "kv_a")
     biased = ("gate", "up", "down") * config.mlp_bias
-    if not is_linear:
+    if state is None:
         biased += inputs * config.qkv_bias + ("o",) * config.output_bias
     for weight in biased:
         if (declared := layer.get(weight)) is not None:
@@ -302,13 +118,40 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
             layer[f"{weight}_bias"] = Param(
                 declared.shape[1:], declared.axes[1:], name, "zeros", units=declared.units
             )
-    if not is_linear:
+    if state is None:
         layer |= _declare_head_norms(config, f"{prefix}self_attn.")
     layer |= _declare_beside(config, prefix)
-    missing = ("v", "v_bias") * config.keys_are_values
+    missing = _missing(config, index, has_entries)
+    return beside | {name: param for name, param in layer.items() if name not in missing}
+
+
+def _declare_mlps(config: ModelConfig, prefix: str, is_sparse: bool) -> dict[str, Param]:
+    """Declare a layer's MLP, or its experts, or both."""
+    if not is_sparse:
+        return _declare_mlp(config, f"{prefix}mlp.")
+    layer = _declare_experts(config, f"{prefix}mlp.")
+    if config.moe is not None and config.moe.beside_mlp:
+        layer |= _declare_mixing(config, prefix) | _declare_mlp(config, f"{prefix}mlp.")
+    return layer
+
+
+_MIXER = ("input_norm", "q", "k", "v", "o", "q_norm", "k_norm", "sinks")
+_KEYS = ("k", "v", "k_norm")
+_GATES = ("gate", "experts_gate", "shared_gate")
+
+
+def _missing(config: ModelConfig, index: int, has_entries: bool) -> set[str]:
+    """Return names of parameters that a layer does not have, though others do."""
+    missing = ("v",) * config.keys_are_values
     if not has_entries:  # its queries attend to another layer's keys and values
-        missing = ("k", "v", "k_bias", "v_bias", "k_norm")
-    return {name: param for name, param in layer.items() if name not in missing}
+        missing += _KEYS
+    if not config.has_mixer(index):
+        missing += _MIXER
+    if not config.has_mlp(index):
+        missing += ("post_norm",)
+    if not config.gated_mlp:
+        missing += _GATES
+    return {*missing, *(f"{name}_bias" for name in missing)}
 
 
 def _declare_head_norms(config: ModelConfig, prefix: str) -> dict[str, Param]:
@@ -345,11 +188,6 @@ def _declare_beside(config: ModelConfig, prefix: str) -> dict[str, Param]:
             f"{prefix}post_per_layer_input_norm", config.hidden_size, config.norm_offset
         )
     return layer
-
-
-def norm(name: str, size: int, offset: float = 0.0) -> Param:
-    """Declare the weight ``[size]`` of an RMSNorm, to which ``offset`` is added: the sum is 1."""
-    return Param((size,), (None,), f"{name}.weight", "zeros" if offset else "ones")
 
 
 _NORMS = {
@@ -393,63 +231,6 @@ def _declare_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
         "v": matrix(f"{prefix}v_proj", hidden, values, units=kv_count),
         "o": matrix(
             f"{prefix}o_proj", (attended, "heads"), hidden, _residual_stddev(config), units=count
-        ),
-    }
-
-
-def _declare_linear_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
-    """Declare Gated DeltaNet's matrices, and the decay of each value head.
-
-    Everything is sharded by key heads, together with the value heads that belong to them.
-    """
-    sizes = config.linear
-    assert sizes is not None
-    hidden, units = (config.hidden_size, None), sizes.key_heads
-    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
-
-    def projection(name: str, size: int, is_product: bool = True) -> Param:
-        return matrix(
-            f"{prefix}{name}", hidden, (size, "kv_heads"), units=units, is_product=is_product
-        )
-
-    # Decays are products of many factors near 1: kept in float32.
-    def per_head(name: str, init: Init) -> Param:
-        return Param(
-            (sizes.value_heads,),
-            ("kv_heads",),
-            f"{prefix}{name}",
-            init,
-            dtype="float32",
-            units=units,
-        )
-
-    def kernel(name: str, size: int) -> Param:
-        shape, axes = (size, 1, sizes.kernel), ("kv_heads", None, None)
-        return Param(shape, axes, f"{prefix}conv_{name}.weight", stddev=0.3, units=units)
-
-    if sizes.by_key_head:
-        projections = {
-            "qkvz": projection("in_proj_qkvz", 2 * (keys + values)),
-            "gates": projection("in_proj_ba", 2 * sizes.value_heads, is_product=False),
-        }
-    else:
-        projections = {
-            "q": projection("q_proj", keys),
-            "k": projection("k_proj", keys),
-            "v": projection("v_proj", values),
-            "z": projection("in_proj_z", values),
-            "beta": projection("in_proj_b", sizes.value_heads, is_product=False),
-            "alpha": projection("in_proj_a", sizes.value_heads, is_product=False),
-        }
-    return projections | {
-        "conv_q": kernel("q", keys),
-        "conv_k": kernel("k", keys),
-        "conv_v": kernel("v", values),
-        "log_rate": per_head("A_log", "log_rates"),
-        "rate_bias": per_head("dt_bias", "ones"),
-        "norm": norm(f"{prefix}norm", sizes.value_dim),
-        "o": matrix(
-            f"{prefix}out_proj", (values, "kv_heads"), hidden, _residual_stddev(config), units=units
         ),
     }
 
@@ -509,14 +290,18 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
             shape, ("experts", None, None), name, stddev=stddev, transposed=True, is_product=True
         )
 
+    inputs = moe.latent_size or hidden
     layer = {
         "router": matrix(
             f"{prefix}gate", (hidden, None), (moe.num_experts, None), is_product=False
         ),
-        "experts_gate": experts("gate_proj", hidden, moe.intermediate_size),
-        "experts_up": experts("up_proj", hidden, moe.intermediate_size),
-        "experts_down": experts("down_proj", moe.intermediate_size, hidden, stddev),
+        "experts_gate": experts("gate_proj", inputs, moe.intermediate_size),
+        "experts_up": experts("up_proj", inputs, moe.intermediate_size),
+        "experts_down": experts("down_proj", moe.intermediate_size, inputs, stddev),
     }
+    if moe.latent_size:
+        layer["latent_in"] = matrix(f"{prefix}latent_in", (hidden, None), (inputs, None))
+        layer["latent_out"] = matrix(f"{prefix}latent_out", (inputs, None), (hidden, None))
     if moe.biased:
         sizes = {"gate": moe.intermediate_size, "up": moe.intermediate_size, "down": hidden}
         for name, size in sizes.items():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax.models.config import Activation
+from specjax.models.config import Activation, LayerFactors
 from specjax.models.params import Params
 from specjax.models.products import logits_of, product
 from specjax.models.quantization import QuantizedMatrix
@@ -67,18 +67,25 @@ def _logits(x: jax.Array, head: jax.Array | QuantizedMatrix, is_rows: bool = Fal
 
 
 def mlp(
-    params: Params, x: jax.Array, prefix: str = "", activation: Activation = "silu"
+    params: Params,
+    x: jax.Array,
+    prefix: str = "",
+    activation: Activation = "silu",
+    factors: LayerFactors | None = None,
 ) -> jax.Array:
     """Return the gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202).
 
-    ``prefix`` is the prefix of its parameters' names.
+    Without a gate it is ``down(activation(up(x)))``. ``prefix`` is the prefix of its parameters'
+    names. With ``factors`` gate and output are multiplied by theirs.
     """
-    gated = activate(linear(params, f"{prefix}gate", x), activation) * linear(
-        params, f"{prefix}up", x
-    )
-    return linear(
-        params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated
-    )
+    if f"{prefix}gate" in params:
+        gate = linear(params, f"{prefix}gate", x)
+        gate = gate if factors is None else gate * factors.gate
+        gated = activate(gate, activation) * linear(params, f"{prefix}up", x)
+    else:
+        gated = activate(linear(params, f"{prefix}up", x), activation)
+    y = linear(params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated)
+    return y if factors is None else y * factors.down
 
 
 def apart(x: jax.Array) -> jax.Array:
@@ -114,8 +121,11 @@ def products_in_turn(params: Params, names: Sequence[str], x: jax.Array) -> list
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
     """Return ``x`` through an activation. Gemma's GELU is the tanh approximation.
 
-    See Hendrycks and Gimpel 2016, arXiv 1606.08415.
+    See Hendrycks and Gimpel 2016, arXiv 1606.08415. ``relu2`` is the square of a ReLU (So et al.
+    2021, arXiv 2109.08668).
     """
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(x))
     if activation == "silu":
         return jax.nn.silu(x)
     return jax.nn.gelu(x, approximate=activation == "gelu_tanh")

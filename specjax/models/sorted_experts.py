@@ -34,8 +34,11 @@ Unit = Callable[[Params, jax.Array, jax.Array], jax.Array]
 
 Rows that do not count are zeros; their outputs are ignored.
 """
-Gate = Callable[[jax.Array, jax.Array], jax.Array]
-"""Returns the input of the down projection, from the outputs of the two others."""
+Inner = Callable[[Callable[[str], jax.Array]], jax.Array]
+"""Returns the input of the down projection.
+
+Its argument returns the product of the expert's input with the matrix of a name.
+"""
 
 _PIECE = 8192
 """The most tokens that are sorted together. It bounds the memory for the rows of all experts."""
@@ -43,7 +46,7 @@ _PIECE = 8192
 
 def run_sorted(
     unit: Unit,
-    gate: Gate,
+    inner: Inner,
     x: Float[Array, "n H"],
     chosen: Int[Array, "n k"],
     weights: Float[Array, "n k"],
@@ -56,7 +59,7 @@ def run_sorted(
 
     Args:
         unit: runs an expert on its rows.
-        gate: the part of ``unit`` between its products.
+        inner: the part of ``unit`` before its last product.
         x: the hidden states.
         chosen: indices of experts; those that are not in ``experts`` are ignored.
         weights: the weights of the chosen experts, float32.
@@ -66,15 +69,15 @@ def run_sorted(
     """
     count = len(x)
     if count > _PIECE:
-        return _in_pieces(unit, gate, x, chosen, weights, experts, mean * _PIECE / count)
+        return _in_pieces(unit, inner, x, chosen, weights, experts, mean * _PIECE / count)
     quantized = {name: part for name, part in experts.items() if is_quantized(part)}
     floats = {name: part for name, part in experts.items() if name not in quantized}
-    return _summed(_Form(unit, gate, mean), x, weights, floats, quantized, chosen)
+    return _summed(_Form(unit, inner, mean), x, weights, floats, quantized, chosen)
 
 
 def _in_pieces(
     unit: Unit,
-    gate: Gate,
+    inner: Inner,
     x: jax.Array,
     chosen: jax.Array,
     weights: jax.Array,
@@ -90,7 +93,7 @@ def _in_pieces(
 
     def run(piece: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         rows, indices, shares = piece
-        return run_sorted(unit, gate, rows, indices, shares, experts, mean)
+        return run_sorted(unit, inner, rows, indices, shares, experts, mean)
 
     outputs = jax.lax.map(run, (cut(x), cut(chosen, fill=-1), cut(weights)))
     return outputs.reshape(-1, x.shape[1])[: len(x)]
@@ -101,7 +104,7 @@ class _Form:
     """The static parts of a call: the experts' functions, and the mean."""
 
     unit: Unit
-    gate: Gate
+    inner: Inner
     mean: float
 
 
@@ -180,7 +183,7 @@ def _together(experts: Params, numbers: int, most: int) -> int:
     """Return how many experts' matrices have that many numbers together, 1 to ``most``."""
     if any(is_quantized(part) for part in experts.values()):
         return 1  # the products of a quantized matrix are written for one
-    *_, inputs, outputs = experts["gate"].shape
+    *_, inputs, outputs = experts["up"].shape
     return min(max(numbers // (inputs * outputs), 1), most)
 
 
@@ -318,7 +321,7 @@ def _summed(
     order = _sort(chosen, _count(experts))
     devices = {}
     if all(isinstance(part, jax.Array) for part in experts.values()):
-        devices["tpu"] = partial(_by_ragged_products, form.gate)
+        devices["tpu"] = partial(_by_ragged_products, form.inner)
     run = partial(_by_blocks, form.unit)
     return _by_device(form, experts, run, x, weights, experts, order, **devices)
 
@@ -343,7 +346,7 @@ def _by_blocks(
 
 
 def _by_ragged_products(
-    gate: Gate, x: jax.Array, weights: jax.Array, experts: Params, order: _Sorted
+    inner: Inner, x: jax.Array, weights: jax.Array, experts: Params, order: _Sorted
 ) -> jax.Array:
     """Return the same as `_by_blocks`, by `jax.lax.ragged_dot`, for weights in floats."""
     count, k = _count(experts), order.place.shape[1]
@@ -356,7 +359,7 @@ def _by_ragged_products(
         return y if bias is None else y + bias[jnp.minimum(expert_at, count - 1)]
 
     rows = x[order.order // k]
-    outputs = product("down", gate(product("gate", rows), product("up", rows)))
+    outputs = product("down", inner(lambda name: product(name, rows)))
     total = jnp.zeros(x.shape, jnp.float32)
     for rank in range(k):
         weighted = weights[:, rank, None] * outputs[order.place[:, rank]].astype(jnp.float32)
@@ -366,7 +369,7 @@ def _by_ragged_products(
 
 
 def _count(experts: Params) -> int:
-    return experts["gate"].shape[0]
+    return experts["up"].shape[0]
 
 
 def _forward(form: _Form, *arguments: Any) -> tuple[jax.Array, Any]:

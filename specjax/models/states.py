@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from specjax import sharding
 from specjax.models import delta_rule
-from specjax.models.config import LinearAttention
+from specjax.models.memory import StateSizes
 
 
 @struct.dataclass
@@ -33,7 +33,7 @@ class State:
 
     @classmethod
     def zeros(
-        cls, sizes: LinearAttention, batch: int, dtype: DTypeLike, mesh: Mesh | None = None
+        cls, sizes: StateSizes, batch: int, dtype: DTypeLike, mesh: Mesh | None = None
     ) -> "State":
         """Return the state of empty rows; ``dtype`` is the type of the activations."""
 
@@ -53,6 +53,21 @@ class State:
         """
         table = delta_rule.write(self.table, delta_rule.Node(*entry[:3]), count)
         return State(table, self.newest_after(entry[3:], count))
+
+    def take(
+        self, update: "Sequence[Any] | State", count: Int[Array, " B"]
+    ) -> "tuple[tuple[Any, ...], State]":
+        """Return the parts of a layer's update that go into slots, and the state after it.
+
+        The update is the entry of the layer's tokens, whose last parts concern the state. Or the
+        layer has committed ``count`` tokens itself: the new state replaces those parts.
+        """
+        if isinstance(update, State):
+            return (), update
+        if isinstance(update[-1], State):
+            return tuple(update[:-1]), update[-1]
+        first = len(update) - len(delta_rule.Node._fields) - len(self.newest)
+        return tuple(update[:first]), self.append(update[first:], count)
 
     def newest_after(
         self, convolved: Sequence[jax.Array], count: Int[Array, " B"]
@@ -78,7 +93,7 @@ def _after(tokens: jax.Array, count: jax.Array, num_kept: int) -> jax.Array:
 
 
 def empty_nodes(
-    sizes: LinearAttention, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh | None = None
+    sizes: StateSizes, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh | None = None
 ) -> tuple[jax.Array, ...]:
     """Return zeros for the entries of ``slots`` drafted tokens of each row.
 

@@ -23,7 +23,6 @@ from specjax.models.cache import (
     Entries,
     Entry,
     KVCache,
-    Memory,
     RingCache,
     empty_entries,
     empty_states,
@@ -32,6 +31,7 @@ from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, normed
 from specjax.models.linear_attention import Ancestry, Context
+from specjax.models.memory import LayerMemory
 from specjax.models.params import Params
 from specjax.models.primitives import capped, embedding_logits, linear, vocabulary_logits
 from specjax.models.quantization import QuantizedMatrix, schemes
@@ -314,7 +314,7 @@ class Target(OneLine, KeyedByClass):
         """The types and the mesh of what is stored for tokens."""
         return {"dtype": self._entry_dtype, "activations": self.dtype, "mesh": self.mesh}
 
-    def _memories(self, layers: tuple[int, int] | None) -> list[Memory]:
+    def _memories(self, layers: tuple[int, int] | None) -> list[LayerMemory]:
         start, stop = (0, self.config.num_layers) if layers is None else layers
         return [self.config.memory(layer) for layer in range(start, stop)]
 
@@ -453,11 +453,11 @@ class Target(OneLine, KeyedByClass):
                 tapped.append(x)
             source = self._source(start + i, start) - start
             past: list[Piece] = []
-            window, has_state = self.config.window_of(start + i), contexts[i] is not None
-            if cache is not None and not has_state:
-                past.append(self.cache_piece(cache, source, positions, window))
-            if not has_state:
-                past += [(entries[source], visible) for entries, visible in scratch]
+            window = self.config.window_of(start + i)
+            if slots := self.config.memory(start + source).parts:
+                if cache is not None:
+                    past.append(self.cache_piece(cache, source, positions, window))
+                past += [(entries[source][: len(slots)], visible) for entries, visible in scratch]
             visible = in_window(mask, positions, window, self.config.windows_aligned)
             if source < i:
                 past.append((new[source], visible))
@@ -498,30 +498,26 @@ class Target(OneLine, KeyedByClass):
 
         The arguments are those of `run`.
         """
+        memories = self._memories(layers)
         if cache is not None:
             states = cache.states
         else:
-            states = empty_states(
-                self._memories(layers), batch=batch, dtype=self.dtype, mesh=self.mesh
-            )
+            states = empty_states(memories, batch=batch, dtype=self.dtype, mesh=self.mesh)
         if not any(states):
             return [None] * (layers[1] - layers[0])
-        assert self.config.linear is not None
-        ancestry = Ancestry.of(mask, [visible for _, visible in scratch], self.config.linear.kernel)
+        (kernel,) = {memory.state.kernel for memory in memories if memory.state is not None}
+        ancestry = Ancestry.of(mask, [visible for _, visible in scratch], kernel)
         if commit is not None and not ancestry.is_chain:
             raise InputError(
                 "mask: layers with a state can only commit a chain: leave mask and scratch out, or"
                 " `read` the tokens and then `append` those that are accepted"
             )
         ancestry = replace(ancestry, documents=documents)
-        return [
-            (
-                None
-                if state is None
-                else Context(state, [entries[i] for entries, _ in scratch], ancestry, commit)
-            )
-            for i, state in enumerate(states)
-        ]
+        contexts: list[Context | None] = []
+        for i, (memory, state) in enumerate(zip(memories, states, strict=True)):
+            drafted = [memory.nodes_of(entries[i]) for entries, _ in scratch]
+            contexts.append(None if state is None else Context(state, drafted, ancestry, commit))
+        return contexts
 
     def _positions(
         self, batch: int, count: int, cache: Cache | None, documents: jax.Array | None

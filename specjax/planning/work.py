@@ -12,7 +12,8 @@ import jax
 
 from specjax.chips import Chip
 from specjax.errors import InputError
-from specjax.models.config import LinearAttention, ModelConfig
+from specjax.models.config import ModelConfig
+from specjax.models.memory import StateSizes
 from specjax.models.params import declare
 
 
@@ -81,10 +82,10 @@ def attention_work(
     """
     products, numbers = 0, 0
     for layer in range(config.num_layers):
-        if config.linear is not None and config.is_linear(layer):
-            continue
         source = config.entries_of(layer)
-        (_, keys), (_, last) = config.entry_parts(source)
+        if not (parts := config.memory(source).parts):
+            continue
+        (_, keys), (_, last) = parts
         visible = min(context, config.window_of(layer) or context)
         products += (
             visible
@@ -92,7 +93,7 @@ def attention_work(
             * (keys + last if config.mla is None else 2 * keys + last)
         )
         numbers += visible * config.entry_size(source)
-    states = sum(sizes.state_size for sizes in _linear_layers(config))
+    states = sum(sizes.state_size for sizes in _states(config))
     flops = 2.0 * batch * tokens * (products + 2 * states)
     return Work(flops, batch * (numbers * kv_bytes + state_bytes(config)))
 
@@ -111,7 +112,7 @@ def commit_work(config: ModelConfig, batch: int, tokens: int) -> Work:
         >>> commit_work(published("llama-3.1-8b"), batch=1, tokens=5)
         Work(flops=0.0, bytes=0.0)
     """
-    states = sum(sizes.state_size for sizes in _linear_layers(config))
+    states = sum(sizes.state_size for sizes in _states(config))
     return Work(2.0 * batch * tokens * states, 2.0 * batch * state_bytes(config))
 
 
@@ -143,7 +144,7 @@ def state_bytes(config: ModelConfig, number_bytes: float = 2.0) -> float:
         >>> state_bytes(published("qwen3.5-9b")), state_bytes(published("llama-3.1-8b"))
         (51511296.0, 0.0)
     """
-    return sum((sizes.state_bytes(number_bytes) for sizes in _linear_layers(config)), 0.0)
+    return sum((sizes.state_bytes(number_bytes) for sizes in _states(config)), 0.0)
 
 
 def node_bytes(config: ModelConfig, number_bytes: float = 2.0, kv_bytes: float = 2.0) -> float:
@@ -161,17 +162,14 @@ def node_bytes(config: ModelConfig, number_bytes: float = 2.0, kv_bytes: float =
         (3.09, '1.91%')
     """
     return cache_bytes(config, kv_bytes) + sum(
-        sizes.node_bytes(number_bytes) for sizes in _linear_layers(config)
+        sizes.node_bytes(number_bytes) for sizes in _states(config)
     )
 
 
-def _linear_layers(config: ModelConfig) -> list[LinearAttention]:
-    """Return the sizes of each layer with linear attention."""
-    return [
-        config.linear
-        for layer in range(config.num_layers)
-        if config.linear is not None and config.is_linear(layer)
-    ]
+def _states(config: ModelConfig) -> list[StateSizes]:
+    """Return the sizes of each layer's state."""
+    states = (config.memory(layer).state for layer in range(config.num_layers))
+    return [sizes for sizes in states if sizes is not None]
 
 
 def forward_time(

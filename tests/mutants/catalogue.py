@@ -1354,7 +1354,7 @@ CATALOGUE = (
     Mutant(
         name="experts-of-other-devices",
         file="specjax/models/moe.py",
-        old='first = jax.lax.axis_index(axis) * local_experts["gate"].shape[0]',
+        old='first = jax.lax.axis_index(axis) * local_experts["up"].shape[0]',
         new="first = 0 * jax.lax.axis_index(axis)",
         tests=("tests/models/test_moe.py::test_experts_run_where_they_lie[deepseek-mesh0]",),
         breaks="On a mesh every device takes its experts for the first ones.",

@@ -209,7 +209,9 @@ class DraftModel(Drafter[DraftModelState]):
                 layer.
         """
         count = sizes.get("num_layers", _quarter(target.config))
-        linear = sizes.get("linear_layers", target.config.linear_layers)
+        with_entries = target.config.linear is not None and target.config.linear.beside_attention
+        linear = () if with_entries else sizes.get("linear_layers", target.config.linear_layers)
+        linear = (*linear, *(sizes.get("mlp_layers", target.config.mlp_layers) or ()))
         if count > 0 and set(range(count)) <= set(linear):
             least = next(layer for layer in range(len(linear) + 1) if layer not in linear) + 1
             raise InputError(
@@ -402,7 +404,7 @@ class DraftModel(Drafter[DraftModelState]):
 def _quarter(config: ModelConfig) -> int:
     """Return the default number of layers of a draft model."""
     least = max(1, config.num_layers // 4)
-    not_whole = {*config.windowed_layers, *config.linear_layers}
+    not_whole = {*config.windowed_layers, *config.linear_layers, *(config.mlp_layers or ())}
     whole = [layer + 1 for layer in range(least - 1, config.num_layers) if layer not in not_whole]
     return whole[0] if whole else least
 

@@ -336,7 +336,8 @@ class MTP(FeatureDrafter):
         """Return modules for ``target`` with random weights.
 
         The layers are plain Llama layers of the target's sizes. A single module for a hybrid target
-        has the hybrid's layer with attention instead, and with experts if the hybrid has any.
+        with gated attention (Qwen3.5) has the hybrid's layer with attention instead, and with
+        experts if the hybrid has any.
 
         Args:
             target: the target model.
@@ -345,7 +346,7 @@ class MTP(FeatureDrafter):
             modules: the number of modules.
             sizes: fields of the layers' `ModelConfig`.
         """
-        if target.config.linear_layers and modules == 1:
+        if target.config.linear_layers and target.config.gated_attention and modules == 1:
             config = MTPConfig(_attention_layer(target.config, True, **sizes), modules, "qwen")
         else:
             config = MTPConfig(layer_like(target.config, **sizes), modules)

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+from specjax.models.families.bamba import BAMBA
 from specjax.models.families.base import Family
 from specjax.models.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K25
 from specjax.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from specjax.models.families.exaone4 import EXAONE4
+from specjax.models.families.falcon_h1 import FALCON_H1
 from specjax.models.families.gemma2 import GEMMA2
 from specjax.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from specjax.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
@@ -14,6 +16,7 @@ from specjax.models.families.glm4_moe import GLM4_MOE
 from specjax.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from specjax.models.families.gpt_oss import GPT_OSS
 from specjax.models.families.granite import GRANITE
+from specjax.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from specjax.models.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from specjax.models.families.llama import LLAMA
 from specjax.models.families.llama4 import LLAMA4, LLAMA4_TEXT
@@ -22,6 +25,7 @@ from specjax.models.families.minimax_m2 import MINIMAX_M2
 from specjax.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from specjax.models.families.mistral import MISTRAL, MISTRAL_THAT_SEES
 from specjax.models.families.mixtral import MIXTRAL
+from specjax.models.families.nemotron_h import NEMOTRON_H
 from specjax.models.families.olmo3 import OLMO3
 from specjax.models.families.phi3 import PHI3
 from specjax.models.families.qwen2 import MIMO, QWEN2
@@ -77,6 +81,10 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
     "hunyuan_v1_moe": HUNYUAN_V1_MOE,
     "exaone4": EXAONE4,
+    "nemotron_h": NEMOTRON_H,
+    "granitemoehybrid": GRANITEMOEHYBRID,
+    "bamba": BAMBA,
+    "falcon_h1": FALCON_H1,
 }
 """The families by the ``model_type`` of config.json."""
 
@@ -87,11 +95,11 @@ _OTHER_EXPERTS = "its experts are routed or stored in a way that is not implemen
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba2", "nemotron_h"),
+        ("mamba", "mamba2", "falcon_mamba", "jamba", "zamba2"),
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(
-        ("granitemoehybrid", "lfm2", "lfm2_moe", "recurrent_gemma", "kimi_linear", "rwkv"),
+        ("lfm2", "lfm2_moe", "recurrent_gemma", "kimi_linear", "rwkv"),
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _MIXES_STREAMS),

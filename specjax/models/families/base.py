@@ -136,6 +136,8 @@ class Family:
         window_switch: the field of config.json that enables ``sliding_window``.
         fields: further fields of config.json, for ``parse``, beside those of all families.
         aliases: alternative names of fields, used if the field itself is absent.
+        derived: returns fields that replace those of config.json, from its fields and the defaults:
+            other ways to write the number and the kinds of layers. Nothing was checked before.
         parse: converts the fields of config.json to fields of `ModelConfig`, beside those of all
             families.
         format: the inverse of ``parse``: returns fields of config.json.
@@ -173,6 +175,7 @@ class Family:
     ropes_by_kind: bool = False
     fields: Mapping[str, Field] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    derived: Callable[[Fields], dict[str, Any]] = _nothing
     parse: Callable[[Fields], dict[str, Any]] = _nothing
     format: Callable[[ModelConfig], JsonObject] = _nothing
     by_inner_type: Mapping[str, "Family"] = field(default_factory=dict)
@@ -219,19 +222,27 @@ class Family:
         defaults = dict(self.defaults)
         if fields.get("rope_scaling"):  # the older field, which a default must not hide
             defaults.pop("rope_parameters", None)
-        return defaults | {
+        completed = defaults | {
             name: value
             for name, value in fields.items()
             if value is not None or name not in _NULL_IS_LEFT_OUT
         }
+        return completed | self.derived(completed)
 
     def prefix_in(self, stored: Collection[str]) -> str:
         """Return which of its ``prefixes`` a checkpoint's tensors have.
 
         ``stored`` are the names of the tensors.
         """
-        there = [prefix for prefix in self.prefixes if f"{prefix}embed_tokens.weight" in stored]
+        embedding = self._stored_as("embed_tokens.weight")
+        there = [prefix for prefix in self.prefixes if f"{prefix}{embedding}" in stored]
         return (there or self.prefixes)[0]
+
+    def _stored_as(self, name: str) -> str:
+        """Return a tensor's name with the family's replacements."""
+        for ours, theirs in self.names.items():
+            name = name.replace(ours, theirs)
+        return name
 
     def embedding_and_head(self, stored: Collection[str]) -> tuple[str, str]:
         """Return the names of the embedding and the head in a checkpoint.
@@ -239,7 +250,8 @@ class Family:
         ``stored`` are the names of its tensors.
         """
         prefix = self.prefix_in(stored)
-        return f"{prefix}embed_tokens.weight", f"{_beside(prefix)}lm_head.weight"
+        embedding = self._stored_as("embed_tokens.weight")
+        return f"{prefix}{embedding}", f"{_beside(prefix)}lm_head.weight"
 
     def store(
         self,
@@ -269,9 +281,7 @@ class Family:
 
         def renamed(param: Param) -> Param:
             param = stored[param.name]
-            name = param.name
-            for ours, theirs in self.names.items():
-                name = name.replace(ours, theirs)
+            name = self._stored_as(param.name)
             axes = next((n for end, n in self.unit_axes.items() if name.endswith(end)), 0)
             return replace(
                 param,

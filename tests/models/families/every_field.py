@@ -46,6 +46,7 @@ _HYBRID = _SIZES | {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+_MAMBA2 = _SIZES | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 10}
 _DEEPSEEK = zoo.LATENT | zoo.GROUPED_EXPERTS | zoo.FIRST_DENSE | {"num_hidden_layers": 2}
 _GEMMA4 = _SIZES | {
     "sliding_window": 5,
@@ -182,6 +183,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [_WINDOWED, _FULL],
         },
     ),
+    "nemotron_h": (
+        "NemotronH",
+        _SIZES
+        | zoo.GROUPED_EXPERTS
+        | {
+            "layers_block_type": [_LINEAR, "moe", _FULL],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 10,
+            "moe_shared_expert_intermediate_size": 24,
+            "time_step_min": 1e-9,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        _MAMBA2
+        | {
+            "layer_types": [_LINEAR, _FULL],
+            "num_local_experts": 6,
+            "intermediate_size": 12,
+            "shared_intermediate_size": 24,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "bamba": ("Bamba", _MAMBA2 | {"attn_layer_indices": [1]}),
+    "falcon_h1": ("FalconH1", _MAMBA2 | {"mamba_d_ssm": 64}),
     "qwen3_vl": ("Qwen3VL", _SIZES),
     "qwen3_vl_moe": ("Qwen3VLMoe", _SIZES | _EXPERTS),
     "kimi_k25": ("Kimi_K25", _DEEPSEEK),

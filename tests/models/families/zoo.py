@@ -56,6 +56,20 @@ _SHARED_EXPERT = {
     "shared_expert_intermediate_size": 24,
 }
 
+_MAMBA2 = SIZES | {
+    "max_position_embeddings": 1024,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 10,
+}
+_MAMBA2_ALONE = {name: SIZES[name] for name in SIZES if name != "num_hidden_layers"} | {
+    "max_position_embeddings": 1024,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "time_step_min": 1e-9,  # transformers raises smaller steps to it in prompts alone
+}
 GROUPED_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -333,6 +347,85 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_scale": 0.5,
         },
     ),
+    "bamba": (
+        "Bamba",
+        _MAMBA2
+        | {"attn_layer_indices": [1, 3], "mlp_bias": True, "mamba_n_groups": 2}
+        | {"mamba_proj_bias": True},
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        _MAMBA2
+        | {
+            "mamba_d_ssm": 64,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "embedding_multiplier": 5.0,
+            "lm_head_multiplier": 1.9,
+            "attention_in_multiplier": 1.5,
+            "attention_out_multiplier": 0.9,
+            "key_multiplier": 0.7,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.3,
+            "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5],
+            "mlp_multipliers": [0.8, 0.4],
+        },
+    ),
+    "falcon_h1 with other norms": (
+        "FalconH1",
+        _MAMBA2
+        | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 64,
+            "mamba_rms_norm": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        _MAMBA2
+        | {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 0.5,
+            "layer_types": ["linear_attention", _FULL, "linear_attention", _FULL],
+            "num_local_experts": 6,
+            "intermediate_size": 12,
+            "shared_intermediate_size": 24,
+            "attention_bias": True,
+        },
+    ),
+    "granitemoehybrid without experts": (
+        "GraniteMoeHybrid",
+        _MAMBA2
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", _FULL],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 24,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        _MAMBA2_ALONE | {"layers_block_type": ["linear_attention", "mlp", _FULL, "mlp"]},
+    ),
+    "nemotron_h with experts": (
+        "NemotronH",
+        _MAMBA2_ALONE
+        | GROUPED_EXPERTS
+        | {
+            "layers_block_type": ["linear_attention", "moe", _FULL, "linear_attention", "mlp"],
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_latent_size": 20,
+            "use_bias": True,
+            "use_conv_bias": False,
+        },
+    ),
     "mimo_v2_flash": (
         "MiMoV2Flash",
         {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -360,16 +453,25 @@ FULL_ALONE = (
     "ernie4_5_moe",
     "glm4_moe_lite",
     "exaone4",
+    "granitemoehybrid",
+    "nemotron_h with experts",
+    "falcon_h1",
 )
 """Models whose kinds of layers are those of others: `make test` leaves them out."""
 
 
+THOROUGH_ALONE = ("granitemoehybrid without experts", "bamba", "falcon_h1 with other norms")
+"""Models that differ from others of `FULL_ALONE` in the names and switches of their files alone."""
+
+
 def case(values: Any, name: str) -> Any:
-    """Return a case of a parametrized test, in the full tier alone if the model of ``name`` is."""
+    """Return a case of a parametrized test, in the tier of the model of ``name``."""
     import pytest
 
     values = values if isinstance(values, tuple) else (values,)
-    return pytest.param(*values, marks=[pytest.mark.full] * (name in FULL_ALONE))
+    marks = [pytest.mark.full] * (name in FULL_ALONE)
+    marks += [pytest.mark.thorough] * (name in THOROUGH_ALONE)
+    return pytest.param(*values, marks=marks)
 
 
 def cases() -> list[Any]:
@@ -418,7 +520,16 @@ def disturb(model: Any) -> None:
     """Move norms, biases and scales away from their initial values."""
     from tests.with_torch import torch
 
-    parts = ("norm", "bias", "router.scale", "per_expert_scale", "layer_scalar", "sinks")
+    parts = (
+        "norm",
+        "bias",
+        "A_log",
+        ".D",
+        "router.scale",
+        "per_expert_scale",
+        "layer_scalar",
+        "sinks",
+    )
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             if any(part in name for part in parts):

@@ -1,0 +1,352 @@
+"""The memory of a layer: entries of its tokens, a state of the text, both, or nothing.
+
+This decides how a draft is verified, so every kind of memory answers the same questions. The rest
+of the library asks `ModelConfig.memory` and never for a kind by name.
+
+- *What it stores.* `LayerMemory.parts` describes arrays with a slot for each token, which
+  `specjax.models.cache` holds, in pages too. `LayerMemory.state` has the sizes of a state for the
+  whole text, which `specjax.models.states` holds. A layer that stores nothing has neither.
+- *How a tree below it is read in one pass.* Attention reads slots and masks. A layer with a state
+  has a function of its parameters, its normed input and a
+  `specjax.models.linear_attention.Context`; `specjax.models.layers.WITH_STATE` has these functions
+  by the class of the sizes. It reads the state and the entries on each token's path, and writes
+  nothing.
+- *How an accepted path is written.* Entries go into slots. `State.append` writes a path into a
+  state: every state here is a table for each head, which decays and to which a token adds a product
+  of two vectors, and the newest inputs of a short convolution.
+- *How it is sharded.* By ``key_heads``: everything that belongs to one of these is on one device.
+- *What it costs.* ``state_size``, ``state_bytes`` and ``node_bytes``, for `specjax.planning.work`.
+- *How checkpoints name it.* `StateSizes.declare` declares the parameters of such a layer.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specjax.errors import InputError, check_minimum
+from specjax.models.param import Init, Param, matrix, norm
+
+Parts = Sequence[tuple[int, int]]
+"""The ``(heads, dim)`` of each part of a layer's entry of a token."""
+
+
+class StateSizes(ABC):
+    """The sizes of a layer's state, and of the entries of its drafted tokens.
+
+    The state is a table ``[value_heads, key_dim, value_dim]`` in float32, and the inputs of a
+    convolution over the newest tokens. A subclass is a frozen dataclass for each kind of layer.
+
+    Attributes:
+        key_heads: the number of heads of the vectors that select rows of the table. It is also the
+            number of parts into which a mesh may divide the layer.
+        value_heads: the number of heads of the vectors that are written, each with a table; a
+            multiple of ``key_heads``.
+        key_dim: the number of rows of a table.
+        value_dim: the number of columns of a table.
+        kernel: the kernel size of the convolution, in tokens, the newest included.
+        beside_attention: whether the layers have attention as well, with entries of their own. Both
+            read the same input, and their outputs are summed.
+
+    Examples:
+        Two value heads for each key head, each with a table of 8 rows and 6 columns:
+
+        >>> from specjax.models.memory import LinearAttention
+        >>> sizes = LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6)
+        >>> sizes.group, sizes.state_size, sizes.state_bytes(number_bytes=4)
+        (2, 192, 1440)
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    beside_attention: bool = False
+
+    @property
+    @abstractmethod
+    def convolved(self) -> tuple[tuple[int, int], ...]:
+        """The ``(heads, dim)`` of each of the convolution's inputs."""
+
+    @abstractmethod
+    def declare(self, prefix: str, hidden: int, stddev: float) -> dict[str, Param]:
+        """Declare the parameters of the layer, without its norms.
+
+        Args:
+            prefix: the prefix of the names of the decoder layer's tensors.
+            hidden: the size of the hidden states.
+            stddev: the standard deviation of the output projection of a new model.
+        """
+
+    @property
+    def group(self) -> int:
+        """The number of value heads for each key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def state_size(self) -> int:
+        """The size of a row's state, without the convolution's newest tokens."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    def state_bytes(self, number_bytes: float) -> float:
+        """Return the bytes of a row's state, with the convolution's newest tokens.
+
+        ``number_bytes`` are the bytes of a number of the activations; everything else is float32.
+        """
+        return 4 * self.state_size + (self.kernel - 1) * self._convolved_size * number_bytes
+
+    def node_bytes(self, number_bytes: float) -> float:
+        """Return the bytes of the entry of a drafted token; see `state_bytes`."""
+        return 4 * self._update_size + self._convolved_size * number_bytes
+
+    @property
+    def _update_size(self) -> int:
+        return self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
+
+    @property
+    def _convolved_size(self) -> int:
+        return sum(heads * dim for heads, dim in self.convolved)
+
+    def _check(self) -> None:
+        """Raise InputError if a size is too small, or heads cannot be divided into groups."""
+        check_minimum(1, self, ("key_heads", "value_heads", "key_dim", "value_dim"))
+        if self.kernel < 2:
+            raise InputError(f"kernel={self.kernel}: must be at least 2 tokens")
+        if self.value_heads % self.key_heads:
+            raise InputError(
+                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}:"
+                " each key head serves an equal group of value heads"
+            )
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """The arrays that a layer stores, by their sizes.
+
+    Attributes:
+        parts: the parts of the entry of each token. It is empty for a layer that stores no entries,
+            or reads those of another layer.
+        state: the sizes of its state; None if it has none.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from specjax.models.config import LinearAttention
+        >>> sizes = LinearAttention(key_heads=1, value_heads=2, key_dim=4, value_dim=4)
+        >>> hybrid = replace(config, linear=sizes, linear_layers=(0,))
+        >>> hybrid.memory(0).state == sizes, hybrid.memory(1).parts
+        (True, ((2, 8), (2, 8)))
+    """
+
+    parts: tuple[tuple[int, int], ...] = ()
+    state: StateSizes | None = None
+
+    @classmethod
+    def of(cls, memory: "LayerMemory | Parts") -> "LayerMemory":
+        """Return a memory, also for the parts of entries alone."""
+        return memory if isinstance(memory, LayerMemory) else cls(tuple(memory))
+
+    def nodes_of(self, entry: Sequence[Any]) -> Sequence[Any]:
+        """Return the parts of a drafted token's ``entry`` that concern the state."""
+        return entry[len(self.parts) :]
+
+
+@dataclass(frozen=True)
+class LinearAttention(StateSizes):
+    """Layers that keep a state of fixed size: the gated delta rule (arXiv 2412.06464).
+
+    Qwen3-Next and Qwen3.5 have it (Yang et al. 2024). See `specjax.models.linear_attention`.
+
+    Attributes:
+        key_heads: the number of heads of queries and keys.
+        value_heads: the number of heads of values, each with a state; a multiple of ``key_heads``.
+        key_dim: the size of a head's query and key.
+        value_dim: the size of a head's value.
+        kernel: the kernel size of the short convolution before the rule, in tokens, the newest
+            included.
+        by_key_head: the layout of the projections. True: one matrix makes queries, keys, values and
+            output gates, and another the two gates of the rule; in both the outputs of a key head
+            are contiguous (Qwen3-Next). False: one matrix makes queries, keys and values, one after
+            the other, and each gate has a matrix (Qwen3.5).
+
+    Examples:
+        The numbers of a row's state, and the bytes of a drafted token in bfloat16:
+
+        >>> from specjax.models.memory import LinearAttention
+        >>> linear = LinearAttention(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+        >>> linear.state_size, linear.node_bytes(2)
+        (524288, 41088)
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    by_key_head: bool = False
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    @property
+    def convolved(self) -> tuple[tuple[int, int], ...]:
+        """The ``(heads, dim)`` of the convolution's inputs: queries, keys and values."""
+        return (
+            (self.key_heads, self.key_dim),
+            (self.key_heads, self.key_dim),
+            (self.value_heads, self.value_dim),
+        )
+
+    def declare(self, prefix: str, hidden: int, stddev: float) -> dict[str, Param]:
+        """Declare Gated DeltaNet's matrices, and the decay of each value head.
+
+        Everything is sharded by key heads, together with the value heads that belong to them.
+        """
+        inputs, units = (hidden, None), self.key_heads
+        prefix += "linear_attn."
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+
+        def projection(name: str, size: int, is_product: bool = True) -> Param:
+            return matrix(
+                f"{prefix}{name}", inputs, (size, "kv_heads"), units=units, is_product=is_product
+            )
+
+        # Decays are products of many factors near 1: kept in float32.
+        def per_head(name: str, init: Init) -> Param:
+            return Param(
+                (self.value_heads,),
+                ("kv_heads",),
+                f"{prefix}{name}",
+                init,
+                dtype="float32",
+                units=units,
+            )
+
+        def kernel(name: str, size: int) -> Param:
+            shape, axes = (size, 1, self.kernel), ("kv_heads", None, None)
+            return Param(shape, axes, f"{prefix}conv_{name}.weight", stddev=0.3, units=units)
+
+        if self.by_key_head:
+            projections = {
+                "qkvz": projection("in_proj_qkvz", 2 * (keys + values)),
+                "gates": projection("in_proj_ba", 2 * self.value_heads, is_product=False),
+            }
+        else:
+            projections = {
+                "q": projection("q_proj", keys),
+                "k": projection("k_proj", keys),
+                "v": projection("v_proj", values),
+                "z": projection("in_proj_z", values),
+                "beta": projection("in_proj_b", self.value_heads, is_product=False),
+                "alpha": projection("in_proj_a", self.value_heads, is_product=False),
+            }
+        return projections | {
+            "conv_q": kernel("q", keys),
+            "conv_k": kernel("k", keys),
+            "conv_v": kernel("v", values),
+            "log_rate": per_head("A_log", "log_rates"),
+            "rate_bias": per_head("dt_bias", "ones"),
+            "norm": norm(f"{prefix}norm", self.value_dim),
+            "o": matrix(f"{prefix}out_proj", (values, "kv_heads"), inputs, stddev, units=units),
+        }
+
+
+@dataclass(frozen=True)
+class Mamba2(StateSizes):
+    """Layers of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). See `specjax.models.mamba2`.
+
+    Attributes:
+        key_heads: the number of groups of heads that share the vectors B and C.
+        value_heads: the number of heads, each with a state; a multiple of ``key_heads``.
+        key_dim: the size of B and C, which is the state size of Mamba-2.
+        value_dim: the size of a head.
+        kernel: the kernel size of the short convolution, in tokens, the newest included.
+        convolution_bias: whether the convolution has a bias.
+        projection_bias: whether the input projections have biases.
+        output_bias: whether the output projection has a bias.
+        norm: whether the output is normed after it is gated, before, or not at all.
+        beside_attention: as in `StateSizes` (Falcon-H1).
+
+    Examples:
+        The numbers of a row's state of one layer of Nemotron-3-Nano, and the bytes of a drafted
+        token in bfloat16:
+
+        >>> from specjax.models.memory import Mamba2
+        >>> sizes = Mamba2(key_heads=8, value_heads=64, key_dim=128, value_dim=64)
+        >>> sizes.state_size, sizes.node_bytes(2)
+        (524288, 33024)
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    convolution_bias: bool = True
+    projection_bias: bool = False
+    output_bias: bool = False
+    norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
+    beside_attention: bool = False
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    @property
+    def convolved(self) -> tuple[tuple[int, int], ...]:
+        """The ``(heads, dim)`` of the convolution's inputs: x, B and C."""
+        vectors = (self.key_heads, self.key_dim)
+        return ((self.value_heads, self.value_dim), vectors, vectors)
+
+    def declare(self, prefix: str, hidden: int, stddev: float) -> dict[str, Param]:
+        """Declare Mamba-2's matrices, and the numbers of each head.
+
+        Everything is sharded by groups of heads.
+        """
+        inputs, units = (hidden, None), self.key_heads
+        prefix += "mamba."
+        values, vectors = self.value_heads * self.value_dim, self.key_heads * self.key_dim
+
+        def split(shape: tuple[int, ...], name: str, **options: Any) -> Param:
+            axes = ("kv_heads", *(None,) * (len(shape) - 1))
+            return Param(shape, axes, f"{prefix}{name}", units=units, **options)
+
+        def projection(name: str, size: int, is_product: bool = True) -> Param:
+            return matrix(
+                f"{prefix}{name}_proj",
+                inputs,
+                (size, "kv_heads"),
+                units=units,
+                is_product=is_product,
+            )
+
+        sizes = {"z": values, "x": values, "b": vectors, "c": vectors, "step": self.value_heads}
+        heads, float32 = (self.value_heads,), {"dtype": "float32"}
+        layer = {
+            name: projection(name, size, is_product=name != "step") for name, size in sizes.items()
+        }
+        layer |= {
+            f"conv_{name}": split((sizes[name], 1, self.kernel), f"conv_{name}.weight", stddev=0.3)
+            for name in "xbc"
+        }
+        # Decays are products of many factors near 1: kept in float32.
+        layer |= {
+            "log_rate": split(heads, "A_log", init="log_rates", **float32),
+            "rate_bias": split(heads, "dt_bias", init="ones", **float32),
+            "skip": split(heads, "D", init="ones", **float32),
+            "o": matrix(f"{prefix}out_proj", (values, "kv_heads"), inputs, stddev, units=units),
+        }
+        if self.norm != "none":
+            layer["norm"] = split((values,), "norm.weight", init="ones")
+        if self.output_bias:
+            layer["o_bias"] = Param((hidden,), (None,), f"{prefix}out_proj.bias", "zeros")
+        if self.convolution_bias:
+            layer |= {
+                f"conv_{name}_bias": split((sizes[name],), f"conv_{name}.bias", init="zeros")
+                for name in "xbc"
+            }
+        if self.projection_bias:
+            layer |= {
+                f"{name}_bias": split((size,), f"{name}_proj.bias", init="zeros")
+                for name, size in sizes.items()
+            }
+        return layer

@@ -1,0 +1,230 @@
+"""Families with Mamba-2: their texts against transformers, trees against their nodes one by one."""
+
+from functools import cache
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.drafters import DraftModel
+from specjax.models import config_json
+from specjax.models.fields import CheckpointError
+from specjax.models.published import parameter_count
+from specjax.models.transformer import Target
+from tests.conftest import SHAPES
+from tests.models.families import zoo
+from tests.models.families.hub_files import count_by_transformers
+from tests.models.families.test_hybrids import (
+    DRAFTERS,
+    LENGTHS,
+    generated,
+    texts,
+    texts_of_transformers,
+)
+from tests.models.test_delta_rule import mask_of, paths_of
+
+
+@pytest.fixture(scope="module")
+def zoo_model(tmp_path_factory):
+    """Return a function that makes a model of the zoo and reads it, once for each name."""
+
+    @cache
+    def of(name: str) -> SimpleNamespace:
+        directory = tmp_path_factory.mktemp("zoo")
+        model = zoo.save(name, directory)
+        return SimpleNamespace(
+            model=model, target=Target.from_pretrained(directory, dtype=np.float32)
+        )
+
+    return of
+
+
+NAMES = ("nemotron_h", "nemotron_h with experts", "granitemoehybrid", "bamba", "falcon_h1")
+_MARKS = dict.fromkeys(NAMES, pytest.mark.thorough) | {NAMES[0]: pytest.mark.full}
+_FIRST, *_OTHERS = (
+    "itself, dynamic tree",
+    "early exit, static tree",
+    "plain",
+    "lookup",
+    "itself, chain",
+)
+PAIRS = [pytest.param(name, _FIRST, marks=_MARKS[name]) for name in NAMES] + [
+    pytest.param(name, drafter, marks=pytest.mark.thorough) for name in NAMES for drafter in _OTHERS
+]
+
+
+@pytest.mark.parametrize(("name", "drafter"), PAIRS)
+def test_greedy_texts_are_those_of_transformers(zoo_model, name, drafter) -> None:
+    """Prompts on both sides of a chunk's end are in one batch."""
+    hybrid = zoo_model(name)
+    result = generated(hybrid.target, DRAFTERS[drafter](hybrid.target), LENGTHS)
+    assert texts(result, LENGTHS) == texts_of_transformers(hybrid, name, LENGTHS)
+    if drafter == "itself, chain":
+        assert np.sum(result.stats.accepted) > 0.9 * np.sum(result.stats.drafted)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS[name]) for name in NAMES])
+def test_a_prompt_in_odd_chunks_and_a_tree_below_it_are_as_texts_alone(zoo_model, name) -> None:
+    """The logits of a node are those of transformers after the prompt and the node's path."""
+    hybrid = zoo_model(name)
+    rng, paths = np.random.default_rng(0), paths_of([-1, 0, 0, 1, 2, 2, 4, -1])
+    prompt, nodes = rng.integers(0, zoo.VOCABULARY, 75), rng.integers(0, zoo.VOCABULARY, 8)
+    cache, start = hybrid.target.new_cache(1, 90), 0
+    for size in (1, 67, 7):
+        output, cache = hybrid.target.forward(
+            jnp.asarray(prompt[None, start : start + size]), cache
+        )
+        start += size
+    expected = zoo.logits(hybrid.model, prompt[None])[0, -7:]
+    np.testing.assert_allclose(output.logits[0], expected, rtol=0, atol=1e-4)
+    depths = np.array([len(path) - 1 for path in paths])
+    scored, entries = jax.jit(type(hybrid.target).score)(
+        hybrid.target,
+        jnp.asarray(nodes[None]),
+        cache,
+        mask=mask_of(paths)[None],
+        positions=jnp.asarray(75 + depths)[None],
+    )
+    for node, path in enumerate(paths):
+        text = np.concatenate([prompt, nodes[path]])[None]
+        np.testing.assert_allclose(
+            scored.logits[0, node], zoo.logits(hybrid.model, text)[0, -1], rtol=0, atol=1e-4
+        )
+    accepted = jax.tree.map(lambda part: part[:, :, np.array(paths[6])], entries)
+    count = jnp.array([len(paths[6])])
+    after = jax.jit(type(cache).append)(cache, accepted, count, scored.hidden)
+    text = np.concatenate([prompt, nodes[paths[6]], [5]])[None]
+    output, _ = hybrid.target.forward(jnp.array([[5]]), after)
+    expected = zoo.logits(hybrid.model, text)[0, -1]
+    np.testing.assert_allclose(output.logits[0, 0], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.full
+def test_a_layer_of_an_mlp_alone_remembers_nothing(zoo_model) -> None:
+    target = zoo_model("nemotron_h").target
+    cache, scratch = target.new_cache(2, 16), target.new_scratch(2, 4)
+    assert [len(entry) for entry in cache.layers] == [0, 0, 2, 0]
+    assert [state is not None for state in cache.states] == [True, False, False, False]
+    assert [len(entry) for entry in scratch] == [6, 0, 2, 0]
+    small = DraftModel.init(target, jax.random.key(0), draft=SHAPES["chain"])
+    assert small.model.config.num_layers == 3  # the first layer with attention is the third
+
+
+NANO = {
+    "model_type": "nemotron_h",
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 131_072,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 262_144,
+}
+_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "mamba_d_conv": 4}
+GRANITE = _HEADS | {  # Granite 4.0 H Small
+    "model_type": "granitemoehybrid",
+    "vocab_size": 100_352,
+    "hidden_size": 4096,
+    "intermediate_size": 768,
+    "shared_intermediate_size": 1536,
+    "num_hidden_layers": 40,
+    "layer_types": [
+        *["mamba"] * 5,
+        *(["attention"] + ["mamba"] * 9) * 3,
+        "attention",
+        *["mamba"] * 4,
+    ],
+    "num_local_experts": 72,
+    "num_experts_per_tok": 10,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "position_embedding_type": "nope",
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131_072,
+}
+BAMBA = _HEADS | {  # Bamba 9B
+    "model_type": "bamba",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "attn_layer_indices": [9, 18, 27],
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 262_144,
+}
+FALCON = {  # about Falcon-H1 0.5B
+    "model_type": "falcon_h1",
+    "vocab_size": 32_784,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_n_heads": 24,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "tie_word_embeddings": False,
+}
+LARGE = {"nemotron_h": NANO, "granitemoehybrid": GRANITE, "bamba": BAMBA, "falcon_h1": FALCON}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS[name]) for name in LARGE])
+def test_a_published_model_has_as_many_parameters_as_in_transformers(name) -> None:
+    count = parameter_count(config_json.parse_config(dict(LARGE[name])))
+    assert count == count_by_transformers(dict(LARGE[name]))
+    assert name != "nemotron_h" or count == 31_577_940_288
+
+
+REFUSALS = [
+    ({"hybrid_override_pattern": "MEX*"}, "layer_types has 'X': only 'linear_attention'"),
+    ({"hybrid_override_pattern": "MEME"}, "layer_types: none is 'full_attention'"),
+    ({"time_step_limit": [0.01, 1e38]}, r"time_step_limit=\[0.01, 1e\+38\]: must be \[0.0"),
+    ({"n_groups": 7}, "value_heads=64 is not a multiple of key_heads=7"),
+    ({"moe_shared_expert_intermediate_size": 1857}, "must be a multiple of moe_intermediate_size"),
+    ({"mlp_bias": True}, "mlp_bias=true: must be false in a model with experts"),
+    ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu': must be"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
+def test_what_is_not_implemented_is_refused(changes, message) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        config_json.parse_config(NANO | changes)
+
+
+def test_kinds_of_layers_are_read_in_all_their_forms() -> None:
+    base = {name: NANO[name] for name in NANO if name not in ("hybrid_override_pattern",)}
+    forms = (
+        {"hybrid_override_pattern": "M*E-"},
+        {"layers_block_type": ["mamba", "attention", "moe", "mlp"]},
+        {"layer_types": ["linear_attention", "full_attention", "moe", "mlp"]},
+    )
+    first, *rest = (config_json.parse_config(base | form) for form in forms)
+    assert all(config == first for config in rest)
+    assert (first.num_layers, first.linear_layers, first.mlp_layers) == (4, (0,), (2, 3))
+    assert [first.is_sparse(layer) for layer in range(4)] == [False, False, True, False]
