@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PromptLookup,
         SnapKV,
         Streaming,
+        Suffix,
         Together,
         TokenRecycling,
     )
@@ -97,6 +98,7 @@ __all__ = [
     "SnapKV",
     "StaticTree",
     "Streaming",
+    "Suffix",
     "StructuralTag",
     "Target",
     "TextGenerator",
@@ -136,6 +138,7 @@ _HOMES = {
         "PromptLookup",
         "SnapKV",
         "Streaming",
+        "Suffix",
         "Together",
         "TokenRecycling",
     ),

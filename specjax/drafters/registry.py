@@ -39,6 +39,7 @@ from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.methods.mtp import MTP
 from specjax.drafters.methods.peagle import PEagle
 from specjax.drafters.methods.prompt_lookup import PromptLookup
+from specjax.drafters.methods.suffix import Suffix
 from specjax.drafters.methods.token_recycling import TokenRecycling
 from specjax.drafters.shared_vocabulary import Asked, share
 from specjax.drafters.together import Together

@@ -9,7 +9,7 @@ import pytest
 
 import specjax
 from specjax.drafters import DraftModel, PromptLookup, TokenRecycling
-from specjax.drafters.methods.prompt_lookup import PromptLookupState
+from specjax.drafters.text_search import RowTexts
 from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.serving import Engine
 from specjax.serving.pages import Tenant
@@ -99,7 +99,7 @@ def test_prompt_lookup_drafts_nothing_of_the_text_that_had_the_row_before(target
         tokens[0, :6], tokens[1, :3] = text[0], text[1, :3]
         draft, _ = drafter.propose(
             target,
-            PromptLookupState(tokens=jnp.asarray(tokens, jnp.int32), lengths=lengths),
+            RowTexts(tokens=jnp.asarray(tokens, jnp.int32), lengths=lengths),
             jnp.array([1, 4]),
             specjax.Sampling(temperature=0).rows(2, "coupled"),
             jax.random.split(jax.random.key(0), 2),
