@@ -86,7 +86,7 @@ class Continuations:
             The tokens ``[B, F, G * K]`` and their shares. Each token stands at the first occurrence
             that goes on with it; all other places have -1, and a share of 0.
         """
-        batch, num_groups, count, _ = self.tokens.shape
+        num_groups, count = self.tokens.shape[1:3]
         following = self.at(depth)
         goes_on = members & (following >= 0)[:, None]
         equal = following[:, :, None] == following[:, None]

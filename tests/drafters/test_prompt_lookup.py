@@ -81,9 +81,7 @@ def test_the_root_is_the_first_node() -> None:
 
 def look_up(text: list[int], length: int) -> list[int]:
     """Return the draft after ``text``, starting with its last token."""
-    state = RowTexts(
-        tokens=jnp.array([[*text[:-1], 0]]), lengths=jnp.array([len(text) - 1])
-    )
+    state = RowTexts(tokens=jnp.array([[*text[:-1], 0]]), lengths=jnp.array([len(text) - 1]))
     draft, _ = PromptLookup(draft=Chain(length)).propose(
         None,
         state,

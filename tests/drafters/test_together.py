@@ -21,6 +21,7 @@ from specjax.drafters import (
     EarlyExit,
     NoDraft,
     PromptLookup,
+    Suffix,
     Together,
     TokenRecycling,
     WithPrediction,
@@ -78,6 +79,10 @@ PAIRS = {
         EarlyExit(layers=1, draft=Chain(2)),
         draft_model(SHAPES["adaptive"]),
         WithPrediction(NoDraft(), jnp.array([3, 1, 4, 1, 5, 9, 2, 6]), longest=3),
+    ),
+    "earlier text and a tree": lambda target: (
+        Suffix.of_texts([[1, 4, 2, 7, 3, 1, 4, 2]], draft=SHAPES["dynamic"]),
+        draft_model(Chain(3)),
     ),
     "the target and copies": lambda target: (DraftModel(target, Chain(4)), PromptLookup(draft=4)),
 }
@@ -285,7 +290,9 @@ def test_rows_of_a_mesh_have_the_texts_of_plain_decoding(target) -> None:
     mesh = sharding.make_mesh(data=2, model=2)
     places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
     on_mesh = target.replace(params=jax.device_put(target.params, places), mesh=mesh)
-    parts = PromptLookup(draft=3), TokenRecycling(successors=2, draft=Chain(3))
+    plain = specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=10)
+    texts = plain.tokens[:1].tolist()
+    parts = Suffix.of_texts(texts, draft=Chain(3)), TokenRecycling(successors=2, draft=Chain(3))
     prompts, lengths = np.concatenate([PROMPTS, PROMPTS[:1]]), np.append(LENGTHS, 6)
     plain = specjax.generate(target, None, prompts, lengths, max_new_tokens=10)
     result = specjax.generate(on_mesh, Together(parts), prompts, lengths, max_new_tokens=10)

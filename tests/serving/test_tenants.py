@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.drafters import DraftModel, PromptLookup, TokenRecycling
+from specjax.drafters import DraftModel, PromptLookup, Suffix, TokenRecycling
 from specjax.drafters.text_search import RowTexts
 from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.serving import Engine
@@ -20,6 +20,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 DRAFTERS = {
     "prompt lookup": lambda target: PromptLookup(draft=3),
     "token recycling": lambda target: TokenRecycling(draft=DynamicTree(3, 3, 8)),
+    "suffix": lambda target: Suffix.of_texts([[5, 9, 2, 1]], draft=DynamicTree(3, 3, 8)),
     "draft model": lambda target: DraftModel(tiny_target(seed=5, num_layers=1), draft=Chain(3)),
     "eagle3": lambda target: specjax.Eagle3.init(target, jax.random.key(5), draft=Chain(3)),
 }

@@ -72,9 +72,7 @@ class PromptLookup(Drafter[RowTexts]):
     def drafts_elsewhere(self) -> bool:
         return True
 
-    def append_remote(
-        self, target: Target, state: RowTexts, told: RemoteFeatures
-    ) -> RowTexts:
+    def append_remote(self, target: Target, state: RowTexts, told: RemoteFeatures) -> RowTexts:
         return state.append(told.tokens, told.count)
 
     def propose(

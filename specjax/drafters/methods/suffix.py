@@ -66,7 +66,7 @@ class Suffix(Drafter[RowTexts]):
 
     index: SuffixIndex | None = None
     least_share: float = struct.field(pytree_node=False, default=0.1)
-    samples: int = struct.field(pytree_node=False, default=16)
+    samples: int = struct.field(pytree_node=False, default=8)
     draft: DraftShape | int = struct.field(
         pytree_node=False, default=DynamicTree(top_k=3, depth=8, nodes=16)
     )
@@ -204,9 +204,7 @@ def _in_own_text(texts: RowTexts, depth: int) -> Continuations:
     return Continuations(jnp.where(starts[..., None] >= 0, tokens, -1)[:, None], context)
 
 
-def _in_index(
-    index: SuffixIndex, texts: RowTexts, samples: int, depth: int
-) -> list[Continuations]:
+def _in_index(index: SuffixIndex, texts: RowTexts, samples: int, depth: int) -> list[Continuations]:
     """Return what followed the longest context in an index, and the next that occurs more often."""
     first, count = index.matches(texts.last(LONGEST_CONTEXT), texts.lengths)
     sizes = jnp.array(CONTEXT_LENGTHS)
