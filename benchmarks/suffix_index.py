@@ -117,9 +117,18 @@ def measure(config: SuffixIndexConfig) -> dict[str, np.ndarray]:
         sorted_positions(padded)
         times["sort, on the host"].append(time.perf_counter() - started)
     index = jax.block_until_ready(SuffixIndex.of([text.tolist()]))
-    sizes = {"vocab_size": config.vocab, "hidden_size": 8, "intermediate_size": 8}
-    heads = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
-    target = Target.init(ModelConfig(**sizes, **heads), jax.random.key(0))
+    target = Target.init(
+        ModelConfig(
+            vocab_size=config.vocab,
+            hidden_size=8,
+            intermediate_size=8,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=8,
+        ),
+        jax.random.key(0),
+    )
     functions = cases(config, target)
     batches = [rows_of(rng, text, config.rows, config.own) for _ in range(16)]
     for function in functions.values():

@@ -228,10 +228,6 @@ def _check(config: EvaluateConfig) -> None:
         raise InputError(
             f"thinking={config.thinking!r}: the chat template switches it; leave out chat=False"
         )
-    if config.corpus and config.server:
-        raise InputError(
-            f"corpus={config.corpus}: the server drafts; give the files to `specjax serve`"
-        )
     for name in ("served_model_name", "api_key_file"):
         if getattr(config, name) and not config.server:
             raise InputError(f"{name}={getattr(config, name)!r}: it requires --server")

@@ -391,9 +391,10 @@ def _load_together(
             f"draft={draft!r}: drafter={name!r} has {len(names)} parts; give one shape for each,"
             f" such as {'+'.join(['chain:4'] * len(names))!r}"
         )
+    files = [corpus if corpus and takes_corpus(part) else () for part in names]
     parts = (
-        load_drafter(part, shape, *arguments, corpus if corpus and takes_corpus(part) else ())
-        for part, shape in zip(names, shapes, strict=True)
+        load_drafter(part, shape, *arguments, corpus=of_part)
+        for part, shape, of_part in zip(names, shapes, files, strict=True)
     )
     return Together(tuple(parts), draft=union)
 

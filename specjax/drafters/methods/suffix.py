@@ -34,7 +34,8 @@ from specjax.sampling import RowSampling
 OWN_OCCURRENCES = 4
 """The number of occurrences in the row's own text that count: the latest ones."""
 
-_Paths = tuple[jax.Array, jax.Array, jax.Array]
+_Paths = tuple[jax.Array, jax.Array]
+"""Of the nodes of a frontier, the occurrences that go on as they do, and the shares below them."""
 
 
 @struct.dataclass
