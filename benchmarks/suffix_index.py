@@ -41,7 +41,7 @@ class SuffixIndexConfig:
     Attributes:
         tokens: number of tokens in the index.
         rows: number of rows.
-        own: number of tokens of each row's own text.
+        own_tokens: number of tokens of each row's own text.
         vocab: number of different tokens.
         repeats: repeats of every case, interleaved.
         sorts: repeats of the sort.
@@ -50,7 +50,7 @@ class SuffixIndexConfig:
 
     tokens: int = 1_000_000
     rows: int = 8
-    own: int = 4096
+    own_tokens: int = 4096
     vocab: int = 100_000
     repeats: int = 200
     sorts: int = 3
@@ -67,11 +67,11 @@ def make_text(rng: np.random.Generator, count: int, vocab: int) -> np.ndarray:
     return text
 
 
-def rows_of(rng: np.random.Generator, text: np.ndarray, rows: int, own: int) -> RowTexts:
+def rows_of(rng: np.random.Generator, text: np.ndarray, rows: int, length: int) -> RowTexts:
     """Return rows of which each ends as a part of ``text`` does."""
-    starts = rng.integers(0, len(text) - own, rows)
-    tokens = np.stack([text[start : start + own] for start in starts]).astype(np.int32)
-    return RowTexts(jnp.asarray(tokens), jnp.full(rows, own - 1, jnp.int32))
+    starts = rng.integers(0, len(text) - length, rows)
+    tokens = np.stack([text[start : start + length] for start in starts]).astype(np.int32)
+    return RowTexts(jnp.asarray(tokens), jnp.full(rows, length - 1, jnp.int32))
 
 
 def cases(config: SuffixIndexConfig, target: Target) -> dict[str, Callable[..., Any]]:
@@ -130,7 +130,7 @@ def measure(config: SuffixIndexConfig) -> dict[str, np.ndarray]:
         jax.random.key(0),
     )
     functions = cases(config, target)
-    batches = [rows_of(rng, text, config.rows, config.own) for _ in range(16)]
+    batches = [rows_of(rng, text, config.rows, config.own_tokens) for _ in range(16)]
     for function in functions.values():
         jax.block_until_ready(function(index, batches[0]))  # compiles
     times |= {name: [] for name in functions}
@@ -144,10 +144,10 @@ def measure(config: SuffixIndexConfig) -> dict[str, np.ndarray]:
 
 def main(config: SuffixIndexConfig) -> None:
     """Print the table."""
-    if min(config.rows, config.repeats, config.sorts) < 1 or config.own < 32:
-        raise InputError("rows, repeats and sorts must be at least 1, own at least 32")
-    if config.tokens <= 2 * config.own or config.vocab < 2:
-        raise InputError("tokens must be more than twice own, and vocab at least 2")
+    if min(config.rows, config.repeats, config.sorts) < 1 or config.own_tokens < 32:
+        raise InputError("rows, repeats and sorts must be at least 1, own_tokens at least 32")
+    if config.tokens <= 2 * config.own_tokens or config.vocab < 2:
+        raise InputError("tokens must be more than twice own_tokens, and vocab at least 2")
     results = measure(config)
     load = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     table = Table(

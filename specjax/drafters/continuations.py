@@ -1,4 +1,4 @@
-"""What followed earlier occurrences of a text's last tokens, and the share of each continuation."""
+"""Continuations of earlier occurrences of a text's last tokens, and the share of each."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from flax import struct
 
 @struct.dataclass
 class Continuations:
-    """What followed some occurrences of each row's last tokens.
+    """The tokens that followed some occurrences of each row's last tokens.
 
     The occurrences of a group have the same context: so many of the row's last tokens stood before
     them. Groups with longer contexts come first.

@@ -10,7 +10,9 @@ Group = tuple[int, list[tuple[int, ...]]]
 
 
 class NgramDictionary:
-    """All n-grams of some texts, with the tokens from each occurrence on to the end of its text.
+    """A dictionary of all n-grams of some texts.
+
+    Each has the tokens from each occurrence on to the end of its text.
 
     Texts can be added, and removed in the order in which they were added.
     """
@@ -33,9 +35,9 @@ class NgramDictionary:
 
     def occurrences(self, ngram: Sequence[int]) -> list[tuple[int, ...]]:
         """Return what follows each occurrence, up to the end of its text, sorted."""
-        found = self._occurrences.get(tuple(map(int, ngram)), [])
+        suffixes = self._occurrences.get(tuple(map(int, ngram)), [])
         return sorted(
-            (suffix[len(ngram) :] for suffix in found),
+            (suffix[len(ngram) :] for suffix in suffixes),
             key=lambda after: after[: SORTED_TOKENS - len(ngram)],
         )
 
@@ -56,7 +58,7 @@ def sampled(occurrences: list[tuple[int, ...]], samples: int) -> list[tuple[int,
 
 
 def groups_of(
-    text: Sequence[int], ngrams: NgramDictionary, samples: int, own: int, depth: int
+    text: Sequence[int], ngrams: NgramDictionary, samples: int, latest: int, depth: int
 ) -> list[Group]:
     """Return the groups of occurrences that count for ``text``, the longest context first."""
     text = tuple(map(int, text))
@@ -68,8 +70,8 @@ def groups_of(
             if text[end - length : end] == text[len(text) - length :]
         ]
         if ends and not groups:
-            latest = reversed(ends[-own:])
-            groups.append((length, [(text[end:] * depth)[:depth] for end in latest]))
+            starts = reversed(ends[-latest:])
+            groups.append((length, [(text[end:] * depth)[:depth] for end in starts]))
     fewest, of_index = 0, []
     for length in CONTEXT_LENGTHS:
         occurrences = ngrams.occurrences(text[-length:]) if length <= len(text) else []
