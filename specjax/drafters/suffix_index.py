@@ -192,8 +192,8 @@ def sorted_positions(tokens: np.ndarray) -> np.ndarray:
 
     Examples:
         >>> from specjax.drafters.suffix_index import sorted_positions
-        >>> sorted_positions(np.array([3, 1, 3, 1]))
-        array([3, 1, 2, 0])
+        >>> sorted_positions(np.array([3, 1, 3, 1])).tolist()
+        [3, 1, 2, 0]
     """
     count = len(tokens)
     ranks = tokens.astype(np.int64) - NO_TOKEN + 1  # 0 is what is beyond the end
