@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import decoding
+from specjax import decoding, sharding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Suffix
 from specjax.drafters.methods.suffix import OWN_OCCURRENCES
@@ -23,6 +23,7 @@ from specjax.drafts.shapes import (
     complete_tree,
 )
 from specjax.errors import InputError
+from specjax.models import params
 from specjax.sampling import Sampling, noise_of_rows, position_keys
 from tests.conftest import compilations, tiny_target
 from tests.drafters.ngrams import NgramDictionary, all_paths, groups_of, shares_below
@@ -187,6 +188,22 @@ def test_another_index_of_the_same_capacity_compiles_nothing(target) -> None:
     assert compilations() == before
     np.testing.assert_array_equal(result.tokens, plain.tokens)
     assert result.stats.accepted.sum() > 12  # it has the answer
+
+
+@pytest.mark.thorough
+def test_rows_of_a_mesh_have_the_texts_of_plain_decoding(target) -> None:
+    mesh = sharding.make_mesh(data=2, model=2)
+    places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
+    on_mesh = target.replace(params=jax.device_put(target.params, places), mesh=mesh)
+    prompts = np.array([[1, 4, 2, 4, 2, 7], [3, 3, 5, 8, 1, 1]])
+    plain = specjax.generate(target, None, prompts, max_new_tokens=10)
+    drafter = Suffix.of_texts(plain.tokens.tolist(), draft=Chain(3))
+    everywhere = sharding.named(mesh, (), {})
+    index = jax.tree.map(lambda values: sharding.put(values, everywhere), drafter.index)
+    for placed in (drafter, drafter.replace(index=index)):
+        result = specjax.generate(on_mesh, placed, prompts, max_new_tokens=10)
+        assert np.array_equal(result.tokens, plain.tokens)
+        assert np.all(result.stats.accepted > 5)
 
 
 @pytest.mark.full
