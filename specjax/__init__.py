@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PromptLookup,
         SnapKV,
         Streaming,
+        Suffix,
         Together,
         TokenRecycling,
     )
@@ -98,6 +99,7 @@ __all__ = [
     "StaticTree",
     "Streaming",
     "StructuralTag",
+    "Suffix",
     "Target",
     "TextGenerator",
     "ThinkingBudget",
@@ -136,6 +138,7 @@ _HOMES = {
         "PromptLookup",
         "SnapKV",
         "Streaming",
+        "Suffix",
         "Together",
         "TokenRecycling",
     ),

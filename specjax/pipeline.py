@@ -91,6 +91,7 @@ def load(
     chat_template_kwargs: str | Settings = "",
     generation_config: Literal["auto"] | None = "auto",
     speculation: Stated = None,
+    corpus: Sequence[str | Path] = (),
 ) -> "TextGenerator":
     """Load a target with its tokenizer, and a drafter for it.
 
@@ -118,6 +119,7 @@ def load(
             generation_config.json; they apply where a call gives none, see `TextGenerator`. None
             reads nothing, and the default is greedy. A loaded target has no such file.
         speculation: how far calls speculate that do not state it, see `settings`.
+        corpus: text files that the drafter "suffix" drafts from, of at most 16 MiB together.
 
     Raises:
         InputError: an argument cannot be used. The message has its name, its value and the remedy.
@@ -131,6 +133,7 @@ def load(
         specjax.errors.InputError: drafter='early-exit:four': write early-exit:LAYERS, such as ...
     """
     _check_generation_config(generation_config)
+    corpus = _check_corpus(corpus, drafter)
     shape = None if draft is None else as_shape(draft)
     dtype = None if dtype is None else _float_type(dtype)
     schemes.check_weights(weights)
@@ -157,7 +160,8 @@ def load(
         mesh = target.mesh if isinstance(target, Target) and mesh is None else mesh
         name, drafter = str(drafter), None
         if name != "none":
-            drafter = load_drafter(name, shape, config, dtype, mesh, tokenizer, weights)
+            arguments = dtype, mesh, tokenizer, weights, corpus
+            drafter = load_drafter(name, shape, config, *arguments)
     elif isinstance(drafter, Drafter):
         drafter = drafter if shape is None else replace(drafter, draft=shape)  # pyright: ignore[reportArgumentType]
     elif drafter is not None:
@@ -174,6 +178,17 @@ def load(
     if spans_processes(target.mesh):
         meet("loaded")  # one process may have read from a slower disk or from the network
     return TextGenerator(target, tokenizer, drafter, default_sampling, speculation)
+
+
+def _check_corpus(corpus: Any, drafter: Any) -> Sequence[str | Path]:
+    """Return the argument ``corpus`` of `load` as a sequence; it needs a drafter's name."""
+    files = [corpus] if isinstance(corpus, str | Path) else list(corpus)
+    if files and (not isinstance(drafter, str | Path) or str(drafter) == "none"):
+        raise InputError(
+            f"corpus={[str(file) for file in files]}: it applies to drafters by name; give"
+            " drafter='suffix', or leave it out"
+        )
+    return files
 
 
 def _check_generation_config(value: Any) -> None:

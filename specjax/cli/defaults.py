@@ -28,6 +28,7 @@ def loading_options(config: Any) -> dict[str, Any]:
         "cache_dtype": config.cache_dtype,
         "chat_template": config.chat_template,
         "chat_template_kwargs": config.chat_template_kwargs,
+        "corpus": config.corpus,
         "generation_config": None if config.generation_config == "none" else "auto",
     }
 

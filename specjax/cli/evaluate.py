@@ -16,7 +16,7 @@ from specjax.cli.option_files import read_lines
 from specjax.decoding.options import GenerationOptions, bucket
 from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
-from specjax.drafters.registry import OWN_CLASS, load_drafter
+from specjax.drafters.registry import OWN_CLASS, load_drafter, takes_corpus
 from specjax.drafts.names import parse_shape
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError, check_minimum
@@ -53,6 +53,8 @@ class EvaluateConfig:
     Attributes:
         target: the target, a directory or hub id.
         drafter: one or more drafters.
+        corpus: text files that the drafter suffix drafts from beside the text itself, of at most 16
+            MiB together; the other drafters read none.
         questions: .jsonl file in the format of Spec-Bench or SPEED-Bench, or prompts: one per
             line, or JSON lines with "prompt" or "text".
         per_category: number of questions of each category to use, from the first; 0 is all.
@@ -103,6 +105,7 @@ class EvaluateConfig:
 
     target: str = "embedded"
     drafter: tuple[str, ...] = ("embedded:draft",)
+    corpus: tuple[str, ...] = ()
     questions: str = ""
     per_category: int = 0
     categories: tuple[str, ...] = ()
@@ -160,7 +163,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
         generation_config=None,
     )
     options = replace(options, grammar=generator.compile_grammar(options.grammar))
-    drafters = {name: _load(name, generator, options, config.weights) for name in config.drafter}
+    drafters = {name: _load(name, generator, options, config) for name in config.drafter}
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
     settings = {name: value for name, value in asdict(config).items() if name != "output"}
     machine = {
@@ -354,13 +357,17 @@ def split_shape(name: str) -> tuple[str, str]:
 
 
 def _load(
-    name: str, generator: pipeline.TextGenerator, options: GenerationOptions, weights: str
+    name: str, generator: pipeline.TextGenerator, options: GenerationOptions, config: EvaluateConfig
 ) -> Drafter:
     """Load a drafter, whose name may end with a shape: ``WHERE@chain:4``."""
     where, shape = split_shape(name)
     target, draft_shape = generator.target, parse_shape(shape) if where != name else None
+    # Of several drafters some may draft from the files.
+    takes_files = len(config.drafter) == 1 or (bool(config.corpus) and takes_corpus(where))
     drafter = load_drafter(
-        where, draft_shape, target.config, target.dtype, target.mesh, generator.tokenizer, weights
+        *(where, draft_shape, target.config, target.dtype, target.mesh, generator.tokenizer),
+        weights=config.weights,
+        corpus=config.corpus if takes_files else (),
     )
     options.rule_for(drafter.draft_shape)  # refuse an unsuitable rule before anything is timed
     return drafter

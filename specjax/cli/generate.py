@@ -42,6 +42,8 @@ class GenerateConfig:
             drafts only the tokens that both vocabularies share. These must be at least half of the
             smaller vocabulary, except with draft-model-intersect:WHERE. moa,tli=LAYERS:WHERE is a
             published Mixture of Attentions with target layer inference.
+        corpus: text files that the drafter suffix drafts from beside the text itself, of at most 16
+            MiB together.
         prompt: text to continue.
         prompts_file: file with one prompt per line (plain text, or JSON with "prompt" or "text"),
             instead of prompt; they are decoded as one batch.
@@ -110,6 +112,7 @@ class GenerateConfig:
 
     target: str = "embedded"
     drafter: str = "none"
+    corpus: tuple[str, ...] = ()
     prompt: str = ""
     prompts_file: str = ""
     chat: bool = False

@@ -35,6 +35,8 @@ class ServeConfig:
             "embedded" is the small model that comes with specjax.
         drafter: the drafter, as for generate: METHOD:WHERE, or the directory or hub id of a
             checkpoint; "none" for plain decoding.
+        corpus: text files that the drafter suffix drafts from beside each text itself, of at most
+            16 MiB together. They are the same for all requests.
         drafts: draft shapes among which the engine chooses by load, such as none chain:3
             chain:6; "auto" lets the engine choose the shapes. With "clients" among them, clients
             may draft themselves (/v1/drafts), with the same drafter. With only "clients", or no
@@ -124,6 +126,7 @@ class ServeConfig:
 
     target: str = "embedded"
     drafter: str = "none"
+    corpus: tuple[str, ...] = ()
     drafts: tuple[str, ...] = ("auto",)
     told: Literal["", "summaries", "entries"] = ""
     rows: int = 8

@@ -17,6 +17,7 @@ from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.methods.mtp import MTP
 from specjax.drafters.methods.peagle import PEagle
 from specjax.drafters.methods.prompt_lookup import PromptLookup
+from specjax.drafters.methods.suffix import Suffix
 from specjax.drafters.methods.token_recycling import TokenRecycling
 from specjax.drafters.together import Together
 from specjax.drafters.trained import CheckpointFormat, TrainedDrafter
@@ -46,6 +47,7 @@ __all__ = [
     "Scheme",
     "SnapKV",
     "Streaming",
+    "Suffix",
     "Together",
     "TokenRecycling",
     "TrainedDrafter",

@@ -16,6 +16,9 @@ from specjax.sampling import (
     probabilities,
 )
 
+NO_CANDIDATE = -1
+"""The id in the place of a token that was looked up and does not exist."""
+
 _BEHIND_ALL = -1e4  # far below every logit plus noise: a probability of 0
 
 
@@ -143,6 +146,63 @@ def offered_by(
         confidence = _confidence(logits[:, 0], q, tokens[:, 0, 0], sampling)[:, None]
     return CandidateTokens(
         tokens if vocabulary is None else vocabulary.names(tokens), scores, q, confidence
+    )
+
+
+def ranked(
+    shape: DraftShape,
+    tokens: jax.Array,
+    logprobs: jax.Array,
+    depth: jax.Array | int,
+    sampling: RowSampling,
+    keys: jax.Array,
+    vocab: int,
+    path: jax.Array | None,
+) -> CandidateTokens:
+    """Return the best children among tokens that were looked up: k for each of n nodes.
+
+    Args:
+        shape: the shape of the draft. Its ``branching`` must be at most k.
+        tokens: ``[B, n, k]``, the tokens; `NO_CANDIDATE` where there is none.
+        logprobs: ``[B, n, k]`` float32, estimates of their log-probabilities.
+        depth: the depth of the nodes, as in `specjax.sampling.without_stop_tokens`.
+        sampling: the sampling parameters of the rows.
+        keys: ``[B]``, the random keys of this depth. They are used with coupled sampling alone.
+        vocab: the number of the target's tokens.
+        path: ``[B, n, D]``, the tokens from below the root to each node, as in
+            `specjax.sampling.before_temperature`; None if they are unknown.
+
+    Returns:
+        The children, the best first. One that does not exist is `NO_CANDIDATE`, with score -inf.
+    """
+    batch, nodes, count = tokens.shape
+    ids, missing = jnp.maximum(tokens, 0), tokens == NO_CANDIDATE
+    # Each node has ids of its own, and so it is passed as a row of its own.
+    scores = before_temperature(
+        logprobs.reshape(batch * nodes, 1, count),
+        jax.tree.map(lambda values: jnp.repeat(values, nodes, axis=0), sampling),
+        depth,
+        path=None if path is None else path.reshape(batch * nodes, 1, -1),
+        ids=ids.reshape(batch * nodes, count),
+    ).reshape(tokens.shape)
+    if sampling.coupled:
+        # As in `offered_by`: with the noise of the target's own draw.
+        noise = noise_of_rows(keys, vocab, sampling)
+        at_ids = jnp.take_along_axis(noise, ids.reshape(batch, -1), axis=1).reshape(ids.shape)
+        scores = perturbed(jnp.where(missing, _BEHIND_ALL, scores), sampling, at_ids, _BEHIND_ALL)
+        scores -= jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    # Biases may raise a score above 0, but no child may be better than its parent.
+    scores = jnp.where(missing, -jnp.inf, jnp.minimum(scores, 0.0))
+    best, order = jax.lax.top_k(scores, shape.branching)
+    tokens = jnp.take_along_axis(tokens, order, axis=-1)
+    confidence = None
+    if isinstance(shape, Chain) and shape.stop_below:
+        confidence = jnp.exp(best[..., 0])
+    return CandidateTokens(
+        tokens=jnp.where(best > -jnp.inf, tokens, NO_CANDIDATE),
+        scores=best,
+        q=None,
+        confidence=confidence,
     )
 
 

@@ -15,15 +15,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from specjax import stores, text
+from specjax import sharding, stores, text
 from specjax.drafters import chat_variables
 from specjax.drafters.base import RULES_PAGE, Drafter
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
+from specjax.drafters.corpus import read_corpus
 from specjax.drafters.methods.compressed_cache import CompressedCache
 from specjax.drafters.methods.dflash import DFlash
 from specjax.drafters.methods.dflash2 import DFlash2
@@ -39,8 +42,10 @@ from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.methods.mtp import MTP
 from specjax.drafters.methods.peagle import PEagle
 from specjax.drafters.methods.prompt_lookup import PromptLookup
+from specjax.drafters.methods.suffix import Suffix
 from specjax.drafters.methods.token_recycling import TokenRecycling
 from specjax.drafters.shared_vocabulary import Asked, share
+from specjax.drafters.suffix_index import SuffixIndex
 from specjax.drafters.together import Together
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
@@ -83,6 +88,7 @@ class DrafterRequest:
         weights: the quantization of the weights, as for `Target.from_pretrained`.
         settings: the numbers that the name sets, see `DraftingMethod`.
         files: the files of the checkpoint, if they are open already.
+        corpus: text files to draft from, see `load_drafter`.
     """
 
     name: str
@@ -95,6 +101,7 @@ class DrafterRequest:
     weights: schemes.Weights = schemes.AS_STORED
     settings: Mapping[str, int] = field(default_factory=dict)
     files: CheckpointFiles | None = None
+    corpus: tuple[str | Path, ...] = ()
 
     @property
     def draft_given(self) -> dict[str, Any]:
@@ -131,6 +138,7 @@ class DraftingMethod:
         takes: the settings that a name may have: keyword arguments of ``trained.from_pretrained``
             that are integers.
         settings: the settings that a name has; none for the methods in `METHODS`.
+        takes_corpus: whether its drafters can draft from text files.
     """
 
     usage: str
@@ -140,6 +148,7 @@ class DraftingMethod:
     translates: bool = False
     takes: tuple[str, ...] = ()
     settings: Mapping[str, int] = field(default_factory=dict)
+    takes_corpus: bool = False
 
     @classmethod
     def of(
@@ -172,6 +181,24 @@ def _make_prompt_lookup(request: DrafterRequest) -> Drafter:
     drafter = PromptLookup(**longest, **request.draft_given)
     drafter.check_draft()
     return drafter
+
+
+def _make_suffix(request: DrafterRequest) -> Drafter:
+    if request.where:
+        raise InputError(
+            f"drafter={request.name!r}: write suffix; --corpus, or corpus=, has the files to draft"
+            " from"
+        )
+    drafter = Suffix(**request.draft_given)
+    drafter.check_draft()
+    if not request.corpus:
+        return drafter
+    texts = read_corpus(request.corpus, request.tokenizer, request.target.vocab_size)
+    index = SuffixIndex.of(texts)
+    if request.mesh is not None:
+        everywhere = sharding.named(request.mesh, (), {})
+        index = jax.tree.map(lambda values: sharding.put(values, everywhere), index)
+    return replace(drafter, index=index)
 
 
 def _make_token_recycling(request: DrafterRequest) -> Drafter:
@@ -233,6 +260,7 @@ METHODS: dict[str, DraftingMethod] = {
     "token-recycling": DraftingMethod(
         "token-recycling or token-recycling:SUCCESSORS", _make_token_recycling
     ),
+    "suffix": DraftingMethod("suffix", _make_suffix, takes_corpus=True),
     "early-exit": DraftingMethod("early-exit:LAYERS", _make_early_exit),
     "streaming": DraftingMethod(
         "streaming or streaming:BUDGET", partial(_make_compressed_cache, Streaming())
@@ -283,6 +311,7 @@ def load_drafter(
     mesh: Mesh | None = None,
     tokenizer: Any = None,
     weights: schemes.Weights = schemes.AS_STORED,
+    corpus: Sequence[str | Path] = (),
 ) -> Drafter:
     """Load the drafter with a name.
 
@@ -301,6 +330,8 @@ def load_drafter(
             vocabulary; with ``draft-model-intersect:WHERE`` any overlap is enough. If the drafter
             was trained on chats with other variables of the chat template, there is a warning.
         weights: the quantization of the weights, as for `Target.from_pretrained`.
+        corpus: text files that ``suffix`` drafts from, of at most 16 MiB together. They need the
+            ``tokenizer``.
 
     Raises:
         InputError: There is no such method or checkpoint, or it does not fit the target. The error
@@ -318,8 +349,11 @@ def load_drafter(
     """
     names = split_name(name)
     if len(names) > 1:
-        return _load_together(names, name, draft, (target, dtype, mesh, tokenizer, weights))
+        arguments = target, dtype, mesh, tokenizer, weights
+        return _load_together(names, name, draft, arguments, corpus)
     method, where, files = find(name)
+    if corpus and not method.takes_corpus:
+        raise _without_corpus(name, corpus)
     if tokenizer is not None and method.recognises is not None and not method.translates:
         files = hub.open_checkpoint(files or where, weights=False)
         if text.has_tokenizer(files.directory):
@@ -327,7 +361,8 @@ def load_drafter(
     shape = None if draft is None else as_shape(draft)
     drafter = method.make(
         DrafterRequest(
-            name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings, files
+            *(name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings, files),
+            corpus=tuple(corpus),
         )
     )
     if tokenizer is not None and method.recognises is not None:
@@ -337,9 +372,15 @@ def load_drafter(
 
 
 def _load_together(
-    names: Sequence[str], name: str, draft: DraftShape | int | None, arguments: tuple[Any, ...]
+    names: Sequence[str],
+    name: str,
+    draft: DraftShape | int | None,
+    arguments: tuple[Any, ...],
+    corpus: Sequence[str | Path],
 ) -> Together:
     """Load several drafters that draft together. ``arguments`` are the others of `load_drafter`."""
+    if corpus and not takes_corpus(name):
+        raise _without_corpus(name, corpus)
     union = None if draft is None else as_shape(draft)
     if union is None:
         shapes = (None,) * len(names)
@@ -350,10 +391,31 @@ def _load_together(
             f"draft={draft!r}: drafter={name!r} has {len(names)} parts; give one shape for each,"
             f" such as {'+'.join(['chain:4'] * len(names))!r}"
         )
+    files = [corpus if corpus and takes_corpus(part) else () for part in names]
     parts = (
-        load_drafter(part, shape, *arguments) for part, shape in zip(names, shapes, strict=True)
+        load_drafter(part, shape, *arguments, corpus=of_part)
+        for part, shape, of_part in zip(names, shapes, files, strict=True)
     )
     return Together(tuple(parts), draft=union)
+
+
+def _without_corpus(name: str, corpus: Sequence[str | Path]) -> InputError:
+    takes = [method for method, entry in METHODS.items() if entry.takes_corpus]
+    return InputError(
+        f"corpus={[str(file) for file in corpus]}: drafter={name!r} reads no files; use the drafter"
+        f" {' or '.join(takes)}, alone or as one of several, or leave the files out"
+    )
+
+
+def takes_corpus(name: str) -> bool:
+    """Return whether the drafter with this name, or one that it joins, drafts from text files.
+
+    Examples:
+        >>> from specjax.drafters.registry import takes_corpus
+        >>> takes_corpus("early-exit:1+suffix"), takes_corpus("prompt-lookup")
+        (True, False)
+    """
+    return any(find(part)[0].takes_corpus for part in split_name(name))
 
 
 def split_name(name: str) -> list[str]:

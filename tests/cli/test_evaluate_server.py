@@ -143,6 +143,7 @@ def test_other_requests_are_reported(questions, tmp_path, capsys) -> None:
     [
         (["--server", "http://127.0.0.1:9", "--drafter", "prompt-lookup"], "decides about drafter"),
         (["--server", "http://127.0.0.1:9", "--target", "a"], "decides about target"),
+        (["--server", "http://127.0.0.1:9", "--corpus", "a"], "decides about corpus"),
         (["--server", "http://127.0.0.1:9"], "cannot be reached"),
         (["--server", "nowhere"], "give an address"),
         (["--served-model-name", "a"], "it requires --server"),

@@ -149,6 +149,17 @@ def test_every_drafter_gives_the_same_greedy_tokens(capsys, tiny_pair) -> None:
     )
 
 
+@pytest.mark.full
+def test_a_corpus_changes_no_text(capsys, tmp_path, tiny_pair) -> None:
+    _, plain, _ = run(capsys, *generate_with(tiny_pair, "--json"))
+    (tmp_path / "a.py").write_text("def main():\n    pass\n")
+    options = "--drafter", "suffix", "--corpus", str(tmp_path / "a.py"), "--json"
+    code, out, _ = run(capsys, *generate_with(tiny_pair, *options))
+    assert code == 0
+    assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
+    assert json.loads(out)["statistics"]["drafted"] > 0
+
+
 def test_a_file_of_prompts_is_one_batch(capsys, tmp_path, tiny_pair) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(

@@ -8,7 +8,7 @@ import pytest
 from specjax import decoding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import PromptLookup
-from specjax.drafters.methods.prompt_lookup import PromptLookupState
+from specjax.drafters.text_search import RowTexts
 from specjax.drafts.shapes import Chain
 from specjax.sampling import Sampling
 
@@ -36,7 +36,7 @@ def test_search_equals_the_oracle(vocab, max_ngram) -> None:
     drafter = PromptLookup(max_ngram=max_ngram, draft=Chain(4))
     tokens = rng.integers(0, vocab, (rows, capacity))  # arbitrary beyond a row's length
     lengths = rng.integers(1, capacity, rows)
-    state = PromptLookupState(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths - 1))
+    state = RowTexts(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths - 1))
     root = jnp.asarray(tokens[np.arange(rows), lengths - 1])
     keys = jax.random.split(jax.random.key(0), rows)
     draft, _ = drafter.propose(None, state, root, GREEDY.rows(rows), keys, jnp.ones(rows, bool))
@@ -81,9 +81,7 @@ def test_the_root_is_the_first_node() -> None:
 
 def look_up(text: list[int], length: int) -> list[int]:
     """Return the draft after ``text``, starting with its last token."""
-    state = PromptLookupState(
-        tokens=jnp.array([[*text[:-1], 0]]), lengths=jnp.array([len(text) - 1])
-    )
+    state = RowTexts(tokens=jnp.array([[*text[:-1], 0]]), lengths=jnp.array([len(text) - 1]))
     draft, _ = PromptLookup(draft=Chain(length)).propose(
         None,
         state,

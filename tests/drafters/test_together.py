@@ -21,6 +21,7 @@ from specjax.drafters import (
     EarlyExit,
     NoDraft,
     PromptLookup,
+    Suffix,
     Together,
     TokenRecycling,
     WithPrediction,
@@ -78,6 +79,10 @@ PAIRS = {
         EarlyExit(layers=1, draft=Chain(2)),
         draft_model(SHAPES["adaptive"]),
         WithPrediction(NoDraft(), jnp.array([3, 1, 4, 1, 5, 9, 2, 6]), longest=3),
+    ),
+    "earlier text and a tree": lambda target: (
+        Suffix.of_texts([[1, 4, 2, 7, 3, 1, 4, 2]], draft=SHAPES["dynamic"]),
+        draft_model(Chain(3)),
     ),
     "the target and copies": lambda target: (DraftModel(target, Chain(4)), PromptLookup(draft=4)),
 }

@@ -31,6 +31,7 @@ from specjax.drafters import (
     PromptLookup,
     SnapKV,
     Streaming,
+    Suffix,
     TokenRecycling,
 )
 from specjax.drafters.pausable import ROOM
@@ -45,6 +46,12 @@ from tests.drafters.test_dflash2 import lively
 
 def of_dflash2(target, shape, **sizes) -> DFlash2:
     return lively(DFlash2.init(target, jax.random.key(3), shape, selector_rank=4, **sizes))
+
+
+def of_texts(shape: DraftShape, vocab: int = 11) -> Suffix:
+    """Return a drafter with an index of texts in which all pairs of tokens occur."""
+    texts = np.random.default_rng(0).integers(0, vocab, (3, 100)).tolist()
+    return Suffix.of_texts(texts, least_share=0.02, samples=5, draft=shape)
 
 
 METHODS = {
@@ -90,14 +97,16 @@ METHODS = {
     ),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
     "token recycling": lambda shape: TokenRecycling(draft=shape),
+    "suffix": of_texts,
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
+LOOKED_UP = {"token recycling", "suffix"}
 ALL_CASES = [
     (method, shape)
     for method in METHODS
     for shape in SHAPES
     if (method not in ONE_SHAPE or shape == "chain")
-    and (method, shape) != ("token recycling", "sampled")
+    and (method not in LOOKED_UP or shape != "sampled")
 ]
 # Cases whose drafts grow by code that other cases test. Every drafter and every shape is among the
 # rest.
@@ -119,6 +128,7 @@ GROWN_ALIKE = [
     *[("streaming", shape) for shape in SHAPES if shape != "chain"],
     *[("snapkv", shape) for shape in SHAPES],  # as streaming, except for the entries of a prompt
     *[("token recycling", shape) for shape in SHAPES if shape != "dynamic"],
+    *[("suffix", shape) for shape in SHAPES if shape != "dynamic"],
     *[("draft model in a ring", shape) for shape in SHAPES],  # other cases test both parts
 ]
 CASES = [
@@ -139,7 +149,7 @@ def test_every_drafter_with_every_shape(target, method, shape) -> None:
 THOROUGHLY = {
     *("plain", "eagle", "eagle3", "early exit", "streaming", "snapkv", "draft model in a ring"),
     *("medusa", "moa", "prompt lookup", "assistant", "dflash", "dflash in a ring"),
-    *("dflash2", "jetspec", "peagle", "token recycling"),
+    *("dflash2", "jetspec", "peagle", "token recycling", "suffix"),
 }
 COME_AND_GO = [
     pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in THOROUGHLY))
@@ -263,7 +273,12 @@ OTHERS += [
     for method in ("streaming", "snapkv", "draft model in a ring", "dflash in a ring")
     for shape in SMALL
 ]
-OTHERS += [("token recycling", shape) for shape in ("chain", "adaptive", "static")]
+OTHERS += [(method, shape) for method in LOOKED_UP for shape in ("chain", "adaptive", "static")]
+OTHERS += [("suffix", "dynamic")]  # its trees grow as those of token recycling
+LOSSLESS += [
+    pytest.param("suffix", shape, "coupled", marks=pytest.mark.thorough)
+    for shape in ("chain", "dynamic")
+]
 LOSSLESS += [pytest.param(*case, "independent", marks=pytest.mark.thorough) for case in OTHERS]
 
 
@@ -313,6 +328,8 @@ def small_drafter(method: str, shape: DraftShape) -> Drafter:
     if method in ("streaming", "snapkv"):  # smaller than the prompt of the test
         scheme = Streaming(sinks=1) if method == "streaming" else SnapKV(window=1, pool=1)
         return CompressedCache(budget=2, scheme=scheme, draft=shape)
+    if method == "suffix":
+        return of_texts(shape, vocab=4)
     return METHODS[method](shape)
 
 

@@ -1619,7 +1619,7 @@ CATALOGUE = (
     ),
     Mutant(
         name="draft-from-the-row-before",
-        file="specjax/drafters/methods/prompt_lookup.py",
+        file="specjax/drafters/text_search.py",
         old="overlap = jnp.where(position < lengths[:, None], overlap, 0)",
         new="overlap = jnp.where(position < tokens.shape[1], overlap, 0)",
         tests=(

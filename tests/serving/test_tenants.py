@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.drafters import DraftModel, PromptLookup, TokenRecycling
-from specjax.drafters.methods.prompt_lookup import PromptLookupState
+from specjax.drafters import DraftModel, PromptLookup, Suffix, TokenRecycling
+from specjax.drafters.text_search import RowTexts
 from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.serving import Engine
 from specjax.serving.pages import Tenant
@@ -17,9 +17,15 @@ from tests.conftest import tiny_target
 from tests.serving.test_scheduler import finish, make_scheduler, pages_of, read_all
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
+ALL_PAIRS = [
+    [first, second, token] for first in range(11) for second in range(11) for token in (1, 4, 8)
+]
 DRAFTERS = {
     "prompt lookup": lambda target: PromptLookup(draft=3),
     "token recycling": lambda target: TokenRecycling(draft=DynamicTree(3, 3, 8)),
+    "suffix": lambda target: Suffix.of_texts(
+        ALL_PAIRS, least_share=0.0, draft=DynamicTree(3, 2, 10)
+    ),
     "draft model": lambda target: DraftModel(tiny_target(seed=5, num_layers=1), draft=Chain(3)),
     "eagle3": lambda target: specjax.Eagle3.init(target, jax.random.key(5), draft=Chain(3)),
 }
@@ -100,7 +106,7 @@ def test_prompt_lookup_drafts_nothing_of_the_text_that_had_the_row_before(target
         tokens[0, :6], tokens[1, :3] = text[0], text[1, :3]
         draft, _ = drafter.propose(
             target,
-            PromptLookupState(tokens=jnp.asarray(tokens, jnp.int32), lengths=lengths),
+            RowTexts(tokens=jnp.asarray(tokens, jnp.int32), lengths=lengths),
             jnp.array([1, 4]),
             specjax.Sampling(temperature=0).rows(2, "coupled"),
             jax.random.split(jax.random.key(0), 2),

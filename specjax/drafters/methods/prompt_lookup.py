@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters.base import Drafter, RemoteFeatures, append_tokens
+from specjax.drafters.base import Drafter, RemoteFeatures
+from specjax.drafters.text_search import RowTexts
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, halvings
 from specjax.errors import InputError
@@ -19,20 +20,7 @@ LONGEST_NGRAM = 64
 
 
 @struct.dataclass
-class PromptLookupState:
-    """The text of each row.
-
-    Attributes:
-        tokens: ``[B, S]``, prompt and output so far, without the root.
-        lengths: ``[B]``, the number of tokens.
-    """
-
-    tokens: jax.Array
-    lengths: jax.Array
-
-
-@struct.dataclass
-class PromptLookup(Drafter[PromptLookupState]):
+class PromptLookup(Drafter[RowTexts]):
     """A drafter that copies earlier tokens of the text.
 
     It searches the longest suffix of the text, of at most ``max_ngram`` tokens, that occurs earlier
@@ -77,51 +65,31 @@ class PromptLookup(Drafter[PromptLookupState]):
                 " tokens have no probability; leave it out"
             )
 
-    def start(self, target: Target, batch: int, capacity: int) -> PromptLookupState:
-        return PromptLookupState(
-            tokens=jnp.zeros((batch, capacity), jnp.int32), lengths=jnp.zeros(batch, jnp.int32)
-        )
+    def start(self, target: Target, batch: int, capacity: int) -> RowTexts:
+        return RowTexts.empty(batch, capacity)
 
     @property
     def drafts_elsewhere(self) -> bool:
         return True
 
-    def append_remote(
-        self, target: Target, state: PromptLookupState, told: RemoteFeatures
-    ) -> PromptLookupState:
-        return PromptLookupState(
-            tokens=append_tokens(state.tokens, state.lengths, told.tokens, told.count),
-            lengths=state.lengths + told.count,
-        )
+    def append_remote(self, target: Target, state: RowTexts, told: RemoteFeatures) -> RowTexts:
+        return state.append(told.tokens, told.count)
 
     def propose(
         self,
         target: Target,
-        state: PromptLookupState,
+        state: RowTexts,
         root: jax.Array,
         sampling: RowSampling,
         keys: jax.Array,
         active: jax.Array,
-    ) -> tuple[Draft, PromptLookupState]:
-        tokens = append_tokens(state.tokens, state.lengths, root[:, None], active)
-        lengths = state.lengths + 1
-        rows = jnp.arange(tokens.shape[0])[:, None]
-        position = jnp.arange(tokens.shape[1])[None]
-        # overlap[b, i]: the number of tokens right before position i that equal the text's last
-        # tokens, up to max_ngram.
-        overlap = jnp.zeros_like(tokens)
-        equal = jnp.ones(tokens.shape, bool)
-        for back in range(1, self.max_ngram + 1):
-            # A negative index wraps around, and `position >= back` discards what it finds.
-            suffix = tokens[rows, lengths[:, None] - back]
-            equal = equal & (jnp.roll(tokens, back, axis=1) == suffix) & (position >= back)
-            overlap = overlap + equal
-        overlap = jnp.where(position < lengths[:, None], overlap, 0)
+    ) -> tuple[Draft, RowTexts]:
+        texts = state.with_root(root, active)
+        overlap = texts.overlaps(self.max_ngram)
         # Take the largest overlap, and among equals the latest position.
-        best = jnp.argmax(overlap * tokens.shape[1] + position * (overlap > 0), axis=1)[:, None]
-        # The continuation may reach the end of the text. The copy then starts again from its
-        # beginning, because a text that repeats itself has this period.
-        period = jnp.maximum(lengths[:, None] - best, 1)
-        source = best + jnp.arange(self.draft_shape.depth)[None] % period
-        is_copied = jnp.broadcast_to(overlap[rows, best] > 0, source.shape) & active[:, None]
-        return Draft.chain(root, tokens[rows, source], valid=is_copied), state
+        position = jnp.arange(overlap.shape[1])
+        best = jnp.argmax(overlap * len(position) + position * (overlap > 0), axis=1)[:, None]
+        copied = texts.copied(best, self.draft_shape.depth)[:, 0]
+        is_copied = jnp.take_along_axis(overlap, best, axis=1) > 0
+        is_copied = jnp.broadcast_to(is_copied, copied.shape) & active[:, None]
+        return Draft.chain(root, copied, valid=is_copied), state

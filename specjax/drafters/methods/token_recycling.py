@@ -19,7 +19,7 @@ from flax import struct
 
 from specjax import sharding
 from specjax.drafters.base import Committed, Drafter
-from specjax.drafters.candidates import CandidateTokens
+from specjax.drafters.candidates import NO_CANDIDATE, CandidateTokens, ranked
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, halvings
@@ -27,15 +27,13 @@ from specjax.errors import InputError
 from specjax.models.cache import KVCache, PagedCache
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
-from specjax.sampling import RowSampling, before_temperature, noise_of_rows, perturbed
+from specjax.sampling import RowSampling
 
 MOST_SUCCESSORS = 64
 """The maximum of ``successors``: a table of a large vocabulary would take gigabytes."""
 
-NO_SUCCESSOR = -1
+NO_SUCCESSOR = NO_CANDIDATE
 """The id in an empty place of a table."""
-
-_BEHIND_ALL = -1e4  # is added to tokens that the row's truncation removes: they stay, as the last
 
 
 @struct.dataclass
@@ -179,7 +177,7 @@ class TokenRecycling(Drafter[AdjacencyTable]):
             tokens: jax.Array, depth: jax.Array | int, path: jax.Array | None
         ) -> CandidateTokens:
             likely, logprobs = state.after(tokens)
-            return _ranked(shape, likely, logprobs, depth, sampling, keys[depth], vocab, path)
+            return ranked(shape, likely, logprobs, depth, sampling, keys[depth], vocab, path)
 
         def read(frontier: Frontier, _: Any) -> tuple[CandidateTokens, tuple[()]]:
             return children(frontier.tokens, frontier.depth, frontier.path), ()
@@ -213,52 +211,6 @@ class TokenRecycling(Drafter[AdjacencyTable]):
 
     def from_prefix_state(self, fresh: AdjacencyTable, kept: Any) -> AdjacencyTable:
         return fresh
-
-
-def _ranked(
-    shape: DraftShape,
-    likely: jax.Array,
-    logprobs: jax.Array,
-    depth: jax.Array | int,
-    sampling: RowSampling,
-    keys: jax.Array,
-    vocab: int,
-    path: jax.Array | None,
-) -> CandidateTokens:
-    """Return the best children among the lists ``likely`` and ``logprobs``, ``[B, n, k]`` each.
-
-    A child that does not exist is `NO_SUCCESSOR`, with the score -inf. ``keys [B]`` are the keys of
-    the depth, and are used with coupled sampling alone. For ``path`` see `Frontier`.
-    """
-    batch, nodes, count = likely.shape
-    ids, missing = jnp.maximum(likely, 0), likely == NO_SUCCESSOR
-    # Each node has ids of its own, and so it is passed as a row of its own.
-    scores = before_temperature(
-        logprobs.reshape(batch * nodes, 1, count),
-        jax.tree.map(lambda values: jnp.repeat(values, nodes, axis=0), sampling),
-        depth,
-        path=None if path is None else path.reshape(batch * nodes, 1, -1),
-        ids=ids.reshape(batch * nodes, count),
-    ).reshape(likely.shape)
-    if sampling.coupled:
-        # As in `specjax.drafters.candidates.offered_by`: with the noise of the target's own draw.
-        noise = noise_of_rows(keys, vocab, sampling)
-        at_ids = jnp.take_along_axis(noise, ids.reshape(batch, -1), axis=1).reshape(ids.shape)
-        scores = perturbed(jnp.where(missing, _BEHIND_ALL, scores), sampling, at_ids, _BEHIND_ALL)
-        scores -= jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    # Biases may raise a score above 0, but no child may be better than its parent.
-    scores = jnp.where(missing, -jnp.inf, jnp.minimum(scores, 0.0))
-    best, order = jax.lax.top_k(scores, shape.branching)
-    tokens = jnp.take_along_axis(likely, order, axis=-1)
-    confidence = None
-    if isinstance(shape, Chain) and shape.stop_below:
-        confidence = jnp.exp(best[..., 0])
-    return CandidateTokens(
-        tokens=jnp.where(best > -jnp.inf, tokens, NO_SUCCESSOR),
-        scores=best,
-        q=None,
-        confidence=confidence,
-    )
 
 
 def _newest_of_each_token(tokens: jax.Array, was_read: jax.Array, verdict: Verdict) -> jax.Array:

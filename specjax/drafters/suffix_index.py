@@ -1,0 +1,216 @@
+"""A suffix index: find where the last tokens of a text occur in other texts, and what follows.
+
+The texts stand one after the other in one array, and a second array has their positions in the
+order of the tokens from there on (a *suffix array*). So all occurrences of some tokens are
+neighbours in that order, and a binary search finds the first and the last of them. Occurrences with
+the same continuation are neighbours, too.
+
+The host sorts once, see `SuffixIndex.of`. The device searches for all rows and all lengths
+together, in shapes that depend on the capacity alone. So texts may be added within the capacity
+without another compilation.
+
+The idea of drafting from a suffix tree is from Oliaro et al. 2024, arXiv 2411.04975.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specjax.errors import InputError
+
+LONGEST_CONTEXT = 16
+"""The largest number of tokens that are searched."""
+
+SHORTEST_CONTEXT = 2
+"""The smallest number of tokens that are searched: almost any single token occurs somewhere."""
+
+CONTEXT_LENGTHS = tuple(range(LONGEST_CONTEXT, SHORTEST_CONTEXT - 1, -1))
+"""The numbers of tokens that are searched, the longest first."""
+
+SORTED_TOKENS = 2 * LONGEST_CONTEXT
+"""The number of tokens by which positions are sorted: a context, and as many tokens after it."""
+
+NO_TOKEN = -1
+"""The id in the array of tokens after the end of a text. No token has it."""
+
+
+@struct.dataclass
+class SuffixIndex:
+    """The tokens of some texts, and their positions in the order of what follows.
+
+    Attributes:
+        tokens: ``[M]`` int32, the tokens of all texts, with `NO_TOKEN` after each text and up to
+            the end. M is the capacity plus one.
+        order: ``[M]`` int32, the positions of all tokens, sorted by the `SORTED_TOKENS` tokens from
+            there on. Among equals the earlier position is first. The first ``size`` are valid.
+        size: a scalar int32, the number of tokens.
+
+    Examples:
+        >>> from specjax.drafters.suffix_index import SuffixIndex
+        >>> index = SuffixIndex.of([[5, 7, 8], [5, 7, 9, 5, 7, 8]])
+        >>> contexts, lengths = jnp.zeros((1, 16), jnp.int32).at[0, -2:].set([5, 7]), jnp.array([2])
+        >>> first, count = index.matches(contexts, lengths)
+        >>> count[0, -1]  # how often the last two tokens occur
+        Array(3, dtype=int32)
+        >>> following, exists = index.following(first[:, -1], count[:, -1], 2, samples=4, depth=2)
+        >>> following[0].tolist(), exists[0].tolist()
+        ([[8, -1], [8, -1], [9, 5], [-1, -1]], [True, True, True, False])
+    """
+
+    tokens: jax.Array
+    order: jax.Array
+    size: jax.Array
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]], capacity: int | None = None) -> "SuffixIndex":
+        """Sort the positions of some texts, on the host, and put them on the default device.
+
+        Args:
+            texts: the token ids of each text.
+            capacity: the number of tokens that there is room for, of which each text needs one more
+                than it has. None: as many as the texts need. Indices of the same capacity share
+                their compiled programs.
+
+        Raises:
+            InputError: The texts do not fit, or have an id that is no token.
+        """
+        parts = [part for text in texts for part in (np.asarray(text, np.int64), [NO_TOKEN])]
+        joined = np.concatenate([*parts, []]).astype(np.int64)
+        capacity = max(len(joined), 1) if capacity is None else capacity
+        if not len(joined) <= capacity < 2**31 - 1:
+            raise InputError(
+                f"capacity={capacity}: the texts need {len(joined)} tokens, with one for the end of"
+                " each; give at least this number, below 2**31 - 1"
+            )
+        is_token = joined != NO_TOKEN
+        if np.sum(is_token) != len(joined) - len(texts) or joined.min(initial=0) < NO_TOKEN:
+            raise InputError(
+                f"texts: the smallest token id is {joined.min()}, or there is {NO_TOKEN}; ids begin"
+                " at 0"
+            )
+        tokens = np.full(capacity + 1, NO_TOKEN, np.int32)
+        tokens[: len(joined)] = joined
+        order = sorted_positions(tokens[: len(joined)])
+        order = order[is_token[order]]  # no search begins at the end of a text
+        order = np.pad(order, (0, len(tokens) - len(order)))
+        return cls(jnp.asarray(tokens), jnp.asarray(order), jnp.int32(np.sum(is_token)))
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that there is room for."""
+        return self.tokens.shape[0] - 1
+
+    def matches(self, contexts: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Find the occurrences of the last tokens of each row, for each of `CONTEXT_LENGTHS`.
+
+        Args:
+            contexts: ``[B, LONGEST_CONTEXT]``, the last tokens of each row, the newest last.
+            lengths: ``[B]``, the number of tokens of the row: only so many of ``contexts`` count.
+
+        Returns:
+            ``[B, L]`` the first of the occurrences in ``order``, and ``[B, L]`` their number, for
+            each of the L context lengths.
+        """
+        sizes = np.array(CONTEXT_LENGTHS)
+        place = np.arange(LONGEST_CONTEXT)
+        # Left-aligned: [B, L, 1, LONGEST_CONTEXT], of which the first `sizes` count.
+        patterns = contexts[:, np.minimum(LONGEST_CONTEXT - sizes[:, None] + place, place[-1])]
+        patterns, counts = patterns[:, :, None], (place < sizes[:, None])[:, None]
+        last = self.tokens.shape[0] - 1  # always NO_TOKEN, as if the texts went on so for ever
+        # The first difference decides: it outweighs all later ones together.
+        weights = jnp.where(counts, 2 ** place[::-1], 0).astype(jnp.int32)
+        # Two searches: the first position that is not less than the pattern, and the first that is
+        # greater.
+        is_below = jnp.array([0, 1])
+
+        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = bounds
+            middle = low + (high - low) // 2
+            position = self.order[middle][..., None] + place
+            signs = jnp.sign(self.tokens[jnp.minimum(position, last)] - patterns)
+            is_right = jnp.sum(signs * weights, axis=-1) < is_below
+            is_open = low < high
+            return (
+                jnp.where(is_open & is_right, middle + 1, low),
+                jnp.where(is_open & ~is_right, middle, high),
+            )
+
+        start = jnp.zeros((contexts.shape[0], len(sizes), 2), jnp.int32)
+        steps = self.tokens.shape[0].bit_length()
+        low, _ = jax.lax.fori_loop(0, steps, halve, (start, start + self.size))
+        fits = sizes <= lengths[:, None]
+        return low[..., 0], jnp.where(fits, low[..., 1] - low[..., 0], 0)
+
+    def following(
+        self,
+        first: jax.Array,
+        count: jax.Array,
+        length: jax.Array | int,
+        samples: int,
+        depth: int,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return what follows some occurrences of each row, sorted by it.
+
+        If there are more than ``samples`` occurrences, these are taken at equal distances in the
+        order of what follows. So the share of each continuation among them differs from its share
+        of all occurrences by less than ``1 / samples``.
+
+        Args:
+            first: ``[B]``, the first occurrence, from `matches`.
+            count: ``[B]``, the number of occurrences.
+            length: ``[B]``, the number of tokens of the context.
+            samples: the number of occurrences to take, K.
+            depth: the number of tokens to return after each, D.
+
+        Returns:
+            The tokens ``[B, K, D]``, with `NO_TOKEN` from the end of the text on. And ``[B, K]``
+            bool, which of the occurrences exist.
+        """
+        sample = jnp.arange(samples)
+        exists = sample < count[:, None]
+        # floor(sample * count / samples), in a way that does not overflow.
+        step, rest = count[:, None] // samples, count[:, None] % samples
+        spread = sample * step + sample * rest // samples
+        index = first[:, None] + jnp.where(count[:, None] > samples, spread, sample)
+        position = self.order[jnp.where(exists, index, 0)] + jnp.reshape(length, (-1, 1))
+        position = position[..., None] + jnp.arange(depth)
+        following = self.tokens[jnp.minimum(position, self.tokens.shape[0] - 1)]
+        goes_on = jnp.cumsum(following == NO_TOKEN, axis=-1) == 0
+        return jnp.where(goes_on & exists[..., None], following, NO_TOKEN), exists
+
+
+def sorted_positions(tokens: np.ndarray) -> np.ndarray:
+    """Sort the positions of ``tokens [n]`` by the `SORTED_TOKENS` tokens from there on.
+
+    Among equals the earlier position is first. What is beyond the end sorts before all tokens.
+
+    It doubles the number of tokens in each pass (Manber and Myers 1990): the rank of a position by
+    2 w tokens follows from its rank by w tokens, and from that of the position w further.
+
+    Examples:
+        >>> from specjax.drafters.suffix_index import sorted_positions
+        >>> sorted_positions(np.array([3, 1, 3, 1])).tolist()
+        [3, 1, 2, 0]
+    """
+    count = len(tokens)
+    ranks = tokens.astype(np.int64) - NO_TOKEN + 1  # 0 is what is beyond the end
+    order, width = np.arange(count), 1
+    while width < SORTED_TOKENS and count > 0:
+        behind = np.zeros_like(ranks)
+        behind[:-width] = ranks[width:]
+        most = int(ranks.max()) + 1
+        keys = ranks * most + behind
+        if most * most * count < 2**63:
+            # With the position in the key, numpy's fastest sort will do: no two keys are equal.
+            keys, order = np.divmod(np.sort(keys * count + np.arange(count)), count)
+        else:
+            order = np.argsort(keys, kind="stable")
+            keys = keys[order]
+        ranks[order] = np.cumsum(np.diff(keys, prepend=keys[0] - 1) != 0)
+        if ranks[order[-1]] == count:  # all positions differ already
+            break
+        width *= 2
+    return order.astype(np.int32)

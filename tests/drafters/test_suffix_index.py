@@ -1,0 +1,162 @@
+"""Compare the suffix index with a dictionary of n-grams."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.drafters.suffix_index import (
+    CONTEXT_LENGTHS,
+    LONGEST_CONTEXT,
+    SORTED_TOKENS,
+    SuffixIndex,
+    sorted_positions,
+)
+from specjax.errors import InputError
+from tests.conftest import compilations
+from tests.drafters.ngrams import NgramDictionary, sampled
+
+SAMPLES, DEPTH = 4, 3
+ROWS, CAPACITY = 40, 400  # the same for all tests, which so share a program
+
+
+@jax.jit
+def search(index, contexts, lengths):
+    """Return the number of occurrences for each context length, and what follows them."""
+    first, count = index.matches(contexts, lengths)
+    following = [
+        index.following(first[:, place], count[:, place], length, SAMPLES, DEPTH)
+        for place, length in enumerate(CONTEXT_LENGTHS)
+    ]
+    return count, jnp.stack([tokens for tokens, _ in following], axis=1)
+
+
+def contexts_of(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    rows = rows + [[]] * (ROWS - len(rows))
+    contexts = np.zeros((len(rows), LONGEST_CONTEXT), np.int32)  # token 0 is an ordinary token
+    for row, tokens in enumerate(rows):
+        newest = tokens[-LONGEST_CONTEXT:]
+        contexts[row, LONGEST_CONTEXT - len(newest) :] = newest
+    return contexts, np.array([len(tokens) for tokens in rows], np.int32)
+
+
+def random_texts(rng, vocab: int, count: int, longest: int) -> list[list[int]]:
+    """Return random texts that copy parts of each other."""
+    texts: list[list[int]] = []
+    for _ in range(count):
+        text = rng.integers(0, vocab, rng.integers(0, longest)).tolist()
+        if texts and rng.random() < 0.7:
+            source = texts[rng.integers(len(texts))]
+            start = rng.integers(0, len(source) + 1)
+            text = (text[: longest // 4] + source[start : start + longest // 2])[:longest]
+        texts.append(text)
+    return texts
+
+
+def check(index: SuffixIndex, ngrams: NgramDictionary, rows: list[list[int]]) -> int:
+    """Check all matches of some rows; return how many occurrences there are."""
+    counts, following = map(np.asarray, search(index, *contexts_of(rows)))
+    for row, tokens in enumerate(rows):
+        for place, length in enumerate(CONTEXT_LENGTHS):
+            occurrences = ngrams.occurrences(tokens[-length:]) if length <= len(tokens) else []
+            assert counts[row, place] == len(occurrences), (row, length)
+            expected = [after[:DEPTH] for after in sampled(occurrences, SAMPLES)]
+            padded = [(*after, *[-1] * (DEPTH - len(after))) for after in expected]
+            padded += [(-1,) * DEPTH] * (SAMPLES - len(padded))
+            assert following[row, place].tolist() == list(map(list, padded)), (row, length)
+    return int(counts.sum())
+
+
+def random_rows(rng, texts: list[list[int]], vocab: int, count: int) -> list[list[int]]:
+    """Return rows that end as a part of a text does, or with random tokens."""
+    rows = []
+    for _ in range(count):
+        row = rng.integers(0, vocab, rng.integers(0, 20)).tolist()
+        if texts and rng.random() < 0.8:
+            source = texts[rng.integers(len(texts))]
+            end = rng.integers(0, len(source) + 1)
+            row += source[max(0, end - rng.integers(1, 20)) : end]
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 20])
+def test_the_matches_are_those_of_a_dictionary_of_ngrams(vocab) -> None:
+    rng = np.random.default_rng(vocab)
+    occurrences = 0
+    for _ in range(3):
+        texts = random_texts(rng, vocab, count=5, longest=60)
+        index = SuffixIndex.of(texts, CAPACITY)
+        occurrences += check(index, NgramDictionary(texts), random_rows(rng, texts, vocab, ROWS))
+    assert occurrences > 500
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("vocab", [2, 4, 50])
+def test_a_million_texts_are_added_and_removed_and_searched(vocab) -> None:
+    """Texts come and go within the capacity, and nothing is compiled again."""
+    rng = np.random.default_rng(vocab)
+    ngrams, operations, compiled = NgramDictionary(), 0, None
+    while operations < 340_000:
+        ngrams.add(random_texts(rng, vocab, count=2, longest=60)[-1])
+        operations += 1
+        while sum(len(text) + 1 for text in ngrams.texts) > CAPACITY:
+            ngrams.remove_oldest()
+            operations += 1
+        texts = list(map(list, ngrams.texts))
+        rows = random_rows(rng, texts, vocab, ROWS)
+        check(SuffixIndex.of(texts, CAPACITY), ngrams, rows)
+        operations += len(rows)
+        compiled = compilations() if compiled is None else compiled
+    assert compilations() == compiled
+
+
+def test_other_texts_within_the_capacity_compile_nothing() -> None:
+    rows = contexts_of([[1, 2], [3]])
+    search(SuffixIndex.of([[1, 2, 3]], CAPACITY), *rows)
+    before = compilations()
+    counts, _ = search(SuffixIndex.of([[1, 2, 3], [1, 2, 4, 1, 2]], CAPACITY), *rows)
+    assert compilations() == before
+    assert counts[0, -1] == 3
+
+
+def test_an_index_without_a_token_has_no_match() -> None:
+    for texts in ([], [[]], [[], []]):
+        counts, following = search(SuffixIndex.of(texts, CAPACITY), *contexts_of([[1, 2], [3]]))
+        assert counts.sum() == 0
+        assert (np.asarray(following) == -1).all()
+
+
+def test_no_match_and_no_continuation_crosses_the_end_of_a_text() -> None:
+    index = SuffixIndex.of([[1, 2, 3], [4, 5]], CAPACITY)
+    counts, following = search(index, *contexts_of([[3, 4], [2, 3], [4, 5]]))
+    assert counts[:3, -1].tolist() == [0, 1, 1]
+    assert (np.asarray(following) == -1).all()
+
+
+def test_the_samples_of_many_occurrences_have_their_shares() -> None:
+    text = []
+    for place in range(100):
+        text += [7, 8, 1 if place % 3 == 0 else 2]
+    _, following = search(SuffixIndex.of([text], CAPACITY), *contexts_of([[7, 8]]))
+    ones = np.mean(np.asarray(following)[0, -1, :, 0] == 1)
+    assert abs(ones - 1 / 3) < 1 / SAMPLES
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 300, 2**31 - 1])
+def test_positions_are_sorted_by_what_follows(vocab) -> None:
+    rng = np.random.default_rng(vocab)
+    tokens = rng.integers(-1, vocab, 300, np.int64).astype(np.int32)
+    tokens[100:180] = tokens[200:280]
+    expected = sorted(
+        range(300), key=lambda place: (tokens[place : place + SORTED_TOKENS].tolist(), place)
+    )
+    assert sorted_positions(tokens).tolist() == expected
+
+
+def test_texts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InputError, match="capacity=7: the texts need 8 tokens"):
+        SuffixIndex.of([[1, 2, 3], [1, 2, 3]], capacity=7)
+    for wrong in ([[1, -1]], [[-2]]):
+        with pytest.raises(InputError, match="smallest token id"):
+            SuffixIndex.of(wrong)
