@@ -15,7 +15,6 @@ from collections import defaultdict
 
 import pytest
 
-
 TIERS = {"full_except": "full", "thorough_except": "thorough"}
 """The tier of the cases that each marker does not name."""
 
