@@ -89,9 +89,7 @@ def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_pat
     np.testing.assert_array_equal(chains, blocks.chains)
 
 
-@pytest.mark.full_except(
-    "confidence of states alone", "no Markov head", "no confidence head", "own vocabulary"
-)
+@pytest.mark.full_except("no Markov head", "own vocabulary")
 @pytest.mark.parametrize("variant", DSPARK)
 @pytest.mark.represents("DSpark's drafts")
 def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_path) -> None:

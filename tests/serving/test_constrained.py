@@ -74,14 +74,9 @@ def expected(prompt: list[int], grammar: Any, seed: int, temperature: float) -> 
     return result.tokens[0, len(prompt) : result.lengths[0]].tolist()
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        pytest.param("chain", marks=pytest.mark.represents("constrained texts in the engine")),
-        pytest.param("dynamic tree", marks=pytest.mark.full),
-        pytest.param("none", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.thorough_except("dynamic tree")
+@pytest.mark.parametrize("drafter", ["chain", "none", "dynamic tree"])
 def test_every_text_is_that_of_generate(drafter) -> None:
     """Check twelve requests in four rows, a third of them free, with few pages."""
     grammars = [*GRAMMARS.values(), None]

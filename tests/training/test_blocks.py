@@ -125,7 +125,7 @@ def every_block(student, output):
     return at_all_places(lambda places, states: states, student, TARGET, BATCH, output)
 
 
-@pytest.mark.full_except("dflash", "dspark rnn", "windows of blocks", "windows of tokens")
+@pytest.mark.full_except("dflash", "dspark rnn")
 @pytest.mark.kills_alone("blocks-hang-from-the-token-before, blocks-read-one-token-too-far")
 def test_blocks_are_what_the_drafter_writes(student) -> None:
     """Check every place that has an anchor, whatever other blocks are read with it."""

