@@ -107,11 +107,9 @@ class CheckpointFiles:
         stated = self.json(CONFIG, {}).get("quantization_config")
         published.check_config(stated, self.file)
         separate = self.json(published.MODELOPT_FILE, {})
-        if separate and (stated is None or published.method_of(stated) == "modelopt"):
+        if separate:
             path = str(self.directory / published.MODELOPT_FILE)
             separate = published.of_modelopt_file(separate, path, stated)
-        else:
-            separate = {}
         return stated or separate
 
     # --- tensors ---

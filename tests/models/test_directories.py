@@ -10,6 +10,7 @@ from specjax.drafters import Eagle
 from specjax.models import config_json
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
+from specjax.models.quantization.published import stated_form
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 
@@ -67,13 +68,22 @@ def test_a_file_in_place_of_a_directory_is_named(tmp_path) -> None:
             Target.from_pretrained(tmp_path / name)
 
 
+@pytest.mark.parametrize("in_config", [None, {}, {"quant_algo": None}])
 @pytest.mark.parametrize("cache", [None, "FP8"])
-def test_what_modelopt_has_not_quantized_is_read(tmp_path, cache) -> None:
-    """The scales of a cache are not used, because this file does not quantize the cache here."""
+def test_what_modelopt_has_not_quantized_is_read(tmp_path, cache, in_config) -> None:
+    """The scales of a cache are not used, because these files do not quantize the cache here."""
     tiny_target().save_pretrained(tmp_path)
-    (tmp_path / "hf_quant_config.json").write_text(
-        json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": cache}})
-    )
+    if in_config is None:
+        (tmp_path / "hf_quant_config.json").write_text(
+            json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": cache}})
+        )
+    else:
+        raw = json.loads((tmp_path / "config.json").read_text())
+        scheme = {"type": "float", "num_bits": 8} if cache else None
+        quantization = {"quant_method": "modelopt", "kv_cache_scheme": scheme, "ignore": []}
+        raw["quantization_config"] = quantization | in_config
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert stated_form(raw["quantization_config"], "model.layers.0.mlp.up_proj.weight") is None
     if cache:
         file = tmp_path / "model.safetensors"
         scale = {"model.layers.0.self_attn.k_proj.k_scale": np.ones((), np.float32)}

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.lowering.topologies import compiler_options, cuda_directory, find_mesh
 from specjax.models import products
 from specjax.models.primitives import embedding_logits, linear, vocabulary_logits
 from specjax.models.quantization import Form, QuantizedMatrix
@@ -161,6 +163,65 @@ def test_where_the_device_converts_weights(form: Form) -> None:
         np.testing.assert_allclose(
             result, x[:rows] @ dequantize_matrix(weight), rtol=1e-5, atol=1e-3
         )
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_sums_of_many_groups_are_added_up_in_pieces(monkeypatch, has_zeros: bool) -> None:
+    weight, x = matrix(Form("int8", group=16), 15 * 16, 256), states(256, 15 * 16)
+    if has_zeros:
+        zeros = np.random.default_rng(3).integers(-8, 8, size=(15, 256))
+        weight = replace(weight, zeros=jnp.asarray(zeros, jnp.int8))
+    of_one = 256 * 256 * 4
+
+    def run(limit: int) -> tuple[np.ndarray, int, dict[str, float]]:
+        """Return the product, the temporary bytes, and the groups of the largest sums."""
+        monkeypatch.setattr(products, "_SUMS_LIMIT", limit)
+        traced = jax.jit(partial(products._by_converted)).trace(x, weight)
+        compiled = traced.lower().compile()
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        groups = {}
+        for platform in ("cuda", "tpu"):
+            lowered = traced.lower(lowering_platforms=(platform,)).as_text()
+            shapes = re.findall(r"-> tensor<([\dx]+)xf32>", lowered)
+            sizes = [np.prod([int(length) for length in shape.split("x")]) for shape in shapes]
+            groups[platform] = max(sizes) * 4 / of_one
+        return np.asarray(compiled(x, weight)), memory.temp_size_in_bytes, groups
+
+    whole, _, groups = run(15 * of_one)
+    assert groups == {"cuda": 15, "tpu": 15}
+    # Pieces of 5, of 3 and of 1: neither 4 nor 2 divides 15, and one group is the least.
+    for limit, together in ((5 * of_one, 5), (5 * of_one - 1, 3), (1, 1)):
+        result, memory, groups = run(limit)
+        np.testing.assert_allclose(result, whole, rtol=0, atol=1e-6 * np.abs(whole).max())
+        assert groups == {"cuda": together, "tpu": 15}
+        assert memory < (together + 3) * of_one
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not cuda_directory(), reason="needs pip install 'specjax[compile-cuda]'")
+def test_a_gpu_reserves_little_for_the_sums_of_many_groups(monkeypatch) -> None:
+    """The compiler's figures for 512 rows and a matrix of 5120 x 17408 in groups of 16."""
+    mesh, _ = find_mesh("h100", 1, 1)
+    place = jax.sharding.NamedSharding(mesh, jax.P())
+    shapes = jax.tree.map(
+        lambda part: jax.ShapeDtypeStruct(*part, sharding=place),
+        (
+            ((512, 5120), jnp.bfloat16),
+            QuantizedMatrix(((320, 17408, 16), jnp.int8), ((320, 17408), jnp.float32)),
+        ),
+        is_leaf=lambda part: type(part) is tuple and type(part[0][0]) is int,
+    )
+
+    def temporary_bytes() -> int:
+        lowered = jax.jit(partial(products._by_converted)).lower(*shapes)
+        memory = lowered.compile(dict(compiler_options(mesh))).memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    assert temporary_bytes() < 0.3e9
+    monkeypatch.setattr(products, "_SUMS_LIMIT", 2**40)
+    assert temporary_bytes() > 11e9
 
 
 def test_the_derivative_is_that_of_floats() -> None:

@@ -61,12 +61,39 @@ class Scales:
         return scales
 
     def refuse(self, scales: np.ndarray) -> None:
-        """Raise a `CheckpointError` about the first of ``scales`` that is not above 0."""
-        wrong = scales[~(np.isfinite(scales) & (scales > 0))].flat[0]
+        """Raise a `CheckpointError` about one of ``scales`` that is not above 0.
+
+        One of 0 is named only if there is no worse one: a 0 may be permitted.
+        """
+        wrong = scales[~(np.isfinite(scales) & (scales > 0))]
+        worse = wrong[wrong != 0]
+        first = (worse if worse.size else wrong)[0]
         raise CheckpointError(
-            f"{self._place}: {show(self._name)} has a scale of {wrong}: scales must be finite and"
+            f"{self._place}: {show(self._name)} has a scale of {first}: scales must be finite and"
             " above 0: download the checkpoint again"
         )
+
+    def combined(self, scales: np.ndarray, factor: Any, divides: bool = False) -> np.ndarray:
+        """Return the scales of doubled numbers: blocks' ``scales`` with that of the matrix.
+
+        Args:
+            scales: some of these scales.
+            factor: the scale of the matrix; an array if experts have scales of their own.
+            divides: whether ``factor`` is to be divided by.
+
+        Raises:
+            CheckpointError: float32 cannot hold the result.
+        """
+        with np.errstate(over="ignore", under="ignore"):
+            result = (scales / factor if divides else scales * factor) * np.float32(0.5)
+        wrong = ~np.isfinite(result) | ((result == 0) & (scales != 0))
+        if wrong.any():
+            raise CheckpointError(
+                f"{self._place}: {show(self._name)} has a scale of {scales[wrong][0]}, which the"
+                f" scale of the whole matrix turns into {result[wrong][0]}: scales must be finite"
+                " and above 0: download the checkpoint again"
+            )
+        return result
 
 
 def _block_scales(
@@ -76,7 +103,8 @@ def _block_scales(
 
     Where a block was too small for the range of FP8, older versions of ModelOpt wrote a scale of 0,
     and divided by it: all its numbers are the largest one, of either sign. Such a block is zeros.
-    All other scales of 0 are damage, and refused.
+    A block whose numbers are all 0 may have that scale too. All other scales of 0 are damage, and
+    refused.
 
     Args:
         scales: the scales of all blocks.
@@ -90,8 +118,9 @@ def _block_scales(
     sizes = np.abs(numbers())
     shape = (*sizes.shape[:axis], sizes.shape[axis] // BLOCK, BLOCK, *sizes.shape[axis + 1 :])
     blocks = np.moveaxis(sizes.reshape(shape), axis + 1, -1)[is_zero]
-    if not ((blocks == _LARGEST).all(-1) | (blocks == 0).all(-1)).all():
-        scales.refuse(factors)
+    is_permitted = (blocks == _LARGEST).all(-1) | (blocks == 0).all(-1)
+    if not is_permitted.all():
+        scales.refuse(factors[is_zero][~is_permitted])
     return factors
 
 
@@ -156,7 +185,7 @@ class Nvfp4Matrix(OneMatrix):
             lambda: self.numbers(outputs, slice(None)),
             axis=1,
         )
-        return _scaled(factors, self._factor, self._divides)
+        return self._scales.combined(factors, self._factor, self._divides)
 
 
 class Nvfp4Experts(StoredMatrix):
@@ -184,12 +213,11 @@ class Nvfp4Experts(StoredMatrix):
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
         experts, inputs, outputs = part
-        indices = range(self._shape[1])[inputs]
         weights = np.empty(
             [len(range(size)[piece]) for size, piece in zip(self._shape, part, strict=True)],
             np.float32,
         )
-        groups = np.asarray(indices) // BLOCK
+        groups = np.arange(self._shape[1])[inputs] // BLOCK
         for slot, expert in enumerate(range(self._shape[0])[experts]):  # little memory at a time
             alone = slice(expert, expert + 1)
             factors = self._scales_of(alone, outputs)[0]
@@ -228,10 +256,4 @@ class Nvfp4Experts(StoredMatrix):
             lambda: self._numbers(experts, slice(None), outputs),
             axis=1,
         )
-        return _scaled(factors, self._factors[experts, None, None], divides=False)
-
-
-def _scaled(factors: np.ndarray, factor: Any, divides: bool) -> np.ndarray:
-    """Return the scales of doubled numbers."""
-    scales = factors / factor if divides else factors * factor
-    return scales * np.float32(0.5)
+        return self._scales.combined(factors, self._factors[experts, None, None])

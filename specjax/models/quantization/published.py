@@ -149,7 +149,8 @@ def of_modelopt_file(content: JsonObject, source: str, beside: Any = None) -> Js
         content: the object in the file.
         source: the path of the file, for errors.
         beside: the ``quantization_config`` of config.json, which has been checked, or None. If it
-            is ModelOpt's too, the two must name the same algorithm.
+            is ModelOpt's too, the two must name the same algorithm; if not, the file must name
+            none.
 
     Raises:
         CheckpointError: The file asks for something that is not supported, or contradicts
@@ -167,15 +168,18 @@ def of_modelopt_file(content: JsonObject, source: str, beside: Any = None) -> Js
     if "exclude_modules" in raw:
         raw["ignore"] = raw.pop("exclude_modules")
     algorithm = raw["quant_algo"]
-    if algorithm is not None:
-        _check_modelopt(raw, need, ignored="exclude_modules")
+    if beside is not None and method_of(beside) != "modelopt":
+        method = show(method_of(beside))
+        expected = f"left out: config.json beside it says quant_method={method}"
+        need(algorithm is None, "quant_algo", algorithm, expected)
+    _check_modelopt(raw, need, ignored="exclude_modules")
     if beside is not None and method_of(beside) == "modelopt":
-        expected = beside["quant_algo"]
+        expected = beside.get("quant_algo")
         need(
             algorithm == expected,
             "quant_algo",
             algorithm,
-            f"{expected}, as in config.json beside it",
+            f"{expected or 'left out'}, as in config.json beside it",
         )
     return raw
 
@@ -259,9 +263,13 @@ def _names(pattern: str, module: str) -> bool:
 
 
 def _check_modelopt(raw: Fields, need: _Need, ignored: str = "ignore") -> None:
-    """Check ModelOpt's fields; ``ignored`` is the name of those that stay floats."""
+    """Check ModelOpt's fields; ``ignored`` is the name of those that stay floats.
+
+    Without an algorithm no weights are quantized, at most the KV cache.
+    """
     algorithm = raw.get("quant_algo")
-    need.one_of("quant_algo", algorithm, *_ALGORITHMS, _MIXED)
+    if algorithm is not None:
+        need.one_of("quant_algo", algorithm, *_ALGORITHMS, _MIXED)
     _check_size(raw, algorithm, need, "group_size")
     patterns = raw.get("ignore") or []
     need(
@@ -272,7 +280,7 @@ def _check_modelopt(raw: Fields, need: _Need, ignored: str = "ignore") -> None:
     )
     layers = raw.get("quantized_layers")
     need(
-        isinstance(layers, dict) and bool(layers) if algorithm == _MIXED else layers is None,
+        isinstance(layers, dict) and bool(layers) if algorithm == _MIXED else not layers,
         "quantized_layers",
         layers,
         "an object with a layer or more" if algorithm == _MIXED else "left out",
@@ -292,7 +300,7 @@ def _check_size(raw: Fields, algorithm: Any, need: _Need, field: str) -> None:
 
 def _stated_by_modelopt(raw: Fields, module: str) -> Form | None:
     """Return the form of a module's matrix, under any of the names of models with images."""
-    algorithm = raw["quant_algo"]  # None: only the KV cache is quantized
+    algorithm = raw.get("quant_algo")  # None: no weights are quantized
     if algorithm == _MIXED:
         algorithm = next(
             (
@@ -465,7 +473,7 @@ def matrices(
         elif name.endswith(".qweight"):
             base, matrix, names = _of_qweight(parts, name)
         elif kind == "U8" and name.endswith(".weight") and parts.is_modelopt:
-            base, matrix, names = _of_nvfp4(parts, name)
+            base, matrix, names = _of_nvfp4(parts, name, name, "_scale_2")
         elif kind in ("U8", "F8_E4M3") and f"{name}_weight_scale" in tensors and parts.is_modelopt:
             base, matrix, names = _of_experts(parts, name)
         elif kind == "F8_E4M3" and is_matrix and not name.endswith("_scale"):
@@ -535,7 +543,7 @@ class _Parts:
 
     def __init__(self, tensors: Mapping[str, Any], raw: Fields, directory: Path) -> None:
         self.tensors, self.raw, self.directory = tensors, raw, directory
-        self.is_modelopt = method_of(raw) == "modelopt" and raw["quant_algo"] is not None
+        self.is_modelopt = method_of(raw) == "modelopt" and raw.get("quant_algo") is not None
 
     def place(self, *names: str) -> Path:
         """Return the file of the first of ``names`` that is there; the directory if unknown."""
@@ -682,12 +690,14 @@ def _of_float8(parts: _Parts, name: str) -> Found:
     )
 
 
-def _of_nvfp4(parts: _Parts, name: str) -> Found:
-    """Return a matrix of ModelOpt in NVFP4."""
-    scales = _block_scales(parts, name, name)
-    factor = parts.scales(f"{name}_scale_2", name, (), (1,))
-    names = {name, *(f"{name}{end}" for end in ("_scale", "_scale_2"))}
-    return name, Nvfp4Matrix(parts.tensors[name], scales, factor.whole().item()), names
+def _of_nvfp4(parts: _Parts, name: str, base: str, second: str, divides: bool = False) -> Found:
+    """Return the matrix ``base``, whose bytes are ``name``; ``second`` ends its scale's name."""
+    outputs, size = parts.matrix(name, base, "U8")
+    groups = parts.group_count(nvfp4.BLOCK, 2 * size, base)
+    scales = parts.scales(f"{base}_scale", base, (outputs, groups), kinds=(KIND,))
+    factor = parts.scales(f"{base}{second}", base, (), (1,)).whole().item()
+    matrix = Nvfp4Matrix(parts.tensors[name], scales, factor, divides)
+    return base, matrix, {name, f"{base}_scale", f"{base}{second}"}
 
 
 def _of_packed_nvfp4(parts: _Parts, name: str) -> Found:
@@ -699,17 +709,7 @@ def _of_packed_nvfp4(parts: _Parts, name: str) -> Found:
     )
     if not is_stated:
         parts.refuse(f"{show(name)} is in bytes, and config.json does not say format {_NVFP4}")
-    scales = _block_scales(parts, name, base)
-    factor = parts.scales(f"{base}_global_scale", base, (), (1,)).whole().item()
-    names = {name, *(f"{base}{end}" for end in ("_scale", "_global_scale"))}
-    return base, Nvfp4Matrix(parts.tensors[name], scales, factor, divides=True), names
-
-
-def _block_scales(parts: _Parts, name: str, whole: str) -> Scales:
-    """Return the scales of the blocks of the bytes ``name``, a matrix in NVFP4."""
-    outputs, size = parts.matrix(name, whole, "U8")
-    groups = parts.group_count(nvfp4.BLOCK, 2 * size, whole)
-    return parts.scales(f"{whole}_scale", whole, (outputs, groups), kinds=(KIND,))
+    return _of_nvfp4(parts, name, base, "_global_scale", divides=True)
 
 
 def _of_experts(parts: _Parts, name: str) -> Found:

@@ -87,7 +87,12 @@ def test_the_experts_of_a_layer_may_be_one_tensor(algorithm) -> None:
     else:
         experts = PlainExperts(Numbers(parts[name]), scales)
     assert experts.get_shape() == [3, 64, 6]
-    for part in (np.s_[:, :, :], np.s_[1:3, 16:48, 1::2], np.s_[0:1, 5:40:3, 0:0]):
+    for part in (
+        np.s_[:, :, :],
+        np.s_[1:3, 16:48, 1::2],
+        np.s_[0:1, 5:40:3, 0:0],
+        np.s_[:, 5:5, :],
+    ):
         np.testing.assert_array_equal(experts[part], expected[part])
     values = experts.read("values", (slice(None),) * 4).astype(np.float32)
     factors = experts.read("scales", (slice(None),) * 3)
@@ -127,6 +132,49 @@ def test_a_block_that_was_divided_by_a_scale_of_0_is_zeros_and_other_zeros_are_r
         with pytest.raises(CheckpointError, match=message):
             ours.read("scales", np.s_[:, 1:2])
         assert ours[2:4, :].any()  # other rows are not read
+
+
+def test_the_scale_that_is_named_is_one_that_is_wrong() -> None:
+    packed, scales = np.full((3, 8), 0x77, np.uint8), np.float32([[0], [np.nan], [1]])
+    ours, _ = matrix(packed, scales, 1)  # the block under 0 is permitted
+    with pytest.raises(CheckpointError, match="has a scale of nan"):
+        ours[:, :]
+    with pytest.raises(CheckpointError, match="has a scale of nan"):
+        Scales(Numbers(scales), "weight_scale", "a file").whole()
+    np.testing.assert_array_equal(ours[::2, :], [[0] * 16, [6] * 16])
+
+
+@pytest.mark.parametrize(
+    ("scale", "factor", "result", "kind"),
+    [
+        (448, 1e-38, np.inf, "divided"),
+        (448, 1e37, np.inf, "multiplied"),
+        (2**-9, 1e-44, 0.0, "multiplied"),
+        (448, 1e37, np.inf, "experts"),
+        (2**-9, 1e-44, 0.0, "experts"),
+    ],
+)
+def test_two_scales_whose_product_float32_cannot_hold_are_refused(
+    scale, factor, result, kind
+) -> None:
+    packed, scales = np.full((2, 8), 0x42, np.uint8), np.array([[1], [scale]], jnp.float8_e4m3fn)
+    good, _ = matrix(packed, scales, 1)
+    assert good[:, :].all()
+    ours, _ = matrix(packed, scales, factor, divides=kind == "divided")
+    if kind == "experts":
+        checked = Scales(Numbers(scales.T[None]), "weight_scale", "a file")
+        ours = Nvfp4Experts(Numbers(packed.T[None]), checked, np.float32([factor]))
+    message = f"^a file: 'weight_scale' has a scale of {float(scale)}, which .* into {result}"
+    whole = (slice(None),) * len(ours.get_shape())
+    with pytest.raises(CheckpointError, match=message):
+        ours[whole]
+    with pytest.raises(CheckpointError, match=message):
+        ours.read("scales", whole)
+
+
+def test_a_combined_scale_of_0_is_that_of_a_block_of_zeros() -> None:
+    scales = Scales(Numbers(np.float32([[0, 2]])), "weight_scale", "a file")
+    np.testing.assert_array_equal(scales.combined(np.float32([0, 2]), np.float32(3)), [0, 3])
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -407,7 +455,9 @@ def test_a_scale_of_0_in_a_file_is_refused_when_a_model_is_loaded(original, tmp_
 
 
 CONFIG_FAULTS = [
-    ({"quant_algo": None}, "quantization_config.quant_algo=None: must be NVFP4 or"),
+    ({"quant_algo": 4}, "quantization_config.quant_algo=4: must be NVFP4 or"),
+    ({"quant_algo": None, "ignore": 5}, "quantization_config.ignore=5: must be a list of names"),
+    ({"quant_algo": None, "quantized_layers": {"q": {}}}, "quantized_layers=.*: must be left out"),
     ({"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ': must be NVFP4 or W4A16_NVFP4 or FP8"),
     ({"quant_algo": "W4A8_NVFP4_FP8"}, "quant_algo='W4A8_NVFP4_FP8': must be"),
     ({"group_size": 32}, "group_size=32: must be 16"),
@@ -449,6 +499,17 @@ def test_what_modelopt_may_also_do_is_refused_by_name(edit, message) -> None:
         (None, {"quant_algo": NVFP4, "exclude_modules": 1}, "quantization.exclude_modules=1: must"),
         (OWN, {"quant_algo": FP8}, "quant_algo='FP8': must be NVFP4, as in config.json beside it"),
         (OWN, {"quant_algo": None}, "quant_algo=None: must be NVFP4, as in config.json"),
+        (
+            {"quant_method": "modelopt"},
+            {"quant_algo": NVFP4},
+            "quant_algo='NVFP4': must be left out, as in config.json beside it",
+        ),
+        (None, {"quant_algo": None, "exclude_modules": 5}, "quantization.exclude_modules=5: must"),
+        (
+            {"quant_method": "fp8"},
+            {"quant_algo": NVFP4},
+            "quant_algo='NVFP4': must be left out: config.json beside it says quant_method='fp8'",
+        ),
     ],
 )
 def test_a_file_beside_is_checked_and_must_agree(tmp_path, in_config, beside, message) -> None:
@@ -457,6 +518,14 @@ def test_a_file_beside_is_checked_and_must_agree(tmp_path, in_config, beside, me
     file.write_text(json.dumps({"quantization": beside}))
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}: .*{message}"):
         _ = CheckpointFiles(tmp_path).quantization
+
+
+def test_a_file_beside_another_method_may_say_that_weights_are_not_quantized(tmp_path) -> None:
+    stated = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": stated}))
+    beside = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
+    assert CheckpointFiles(tmp_path).quantization == stated
 
 
 def test_a_pattern_is_of_the_names_of_the_text_model_or_of_the_whole() -> None:
