@@ -25,7 +25,7 @@ from specjax.models.delta_rule import DeltaRuleInputs
 from specjax.models.linear_attention import Context, convolve, follow
 from specjax.models.memory import Mamba2
 from specjax.models.params import Params
-from specjax.models.primitives import apart, linear, products_in_turn, rms_norm
+from specjax.models.primitives import apart, linear, products_in_turn, rms_norm, scaled
 from specjax.models.states import State
 
 
@@ -41,10 +41,10 @@ def mamba2(
     batch, count = x.shape[:2]
     factors = config.factors
     if factors is not None:
-        x = x * factors.state_in
+        x = scaled(x, factors.state_in)
     gate, *projected, x = products_in_turn(params, ("z", "x", "b", "c"), x)
     step = linear(params, "step", x)
-    if factors is not None:
+    if factors is not None:  # rounded to the type of the activations, as published
         gate, *projected, step = (
             part * factor
             for part, factor in zip((gate, *projected, step), factors.state_parts, strict=True)
