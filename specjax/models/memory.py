@@ -1,7 +1,8 @@
 """The memory of a layer: entries of its tokens, a state of the text, both, or nothing.
 
-This decides how a draft is verified, so every kind of memory answers the same questions. The rest
-of the library asks `ModelConfig.memory` and never for a kind by name.
+This decides how a draft is verified, so every kind of memory answers the same questions. Layers,
+and families that read and write config.json, know the kinds. All else asks `ModelConfig.memory`,
+`ModelConfig.layers_with_entries` and `ModelConfig.layers_with_states`, and never for a class.
 
 - *What it stores.* `LayerMemory.parts` describes arrays with a slot for each token, which
   `specjax.models.cache` holds, in pages too. `LayerMemory.state` has the sizes of a state for the

@@ -12,7 +12,7 @@ from specjax import sharding
 from specjax.drafters import EarlyExit, PromptLookup
 from specjax.errors import InputError
 from specjax.models import params as declarations
-from specjax.models.config import Rope
+from specjax.models.config import MoE, Rope
 from specjax.models.linear_attention import Ancestry, Context
 from specjax.models.mamba2 import mamba2
 from specjax.models.memory import LayerMemory, Mamba2
@@ -288,6 +288,11 @@ def test_the_roofline_counts_states_and_layers_without_a_memory() -> None:
     [
         ({"mlp_layers": (2, 3)}, "mlp_layers=.*: must be layers of the num_layers=4, each once"),
         ({"mlp_layers": (1, 3)}, "at least one layer must have ordinary attention"),
+        ({"moe": MoE(4, 2, 8, limit=7.0)}, r"moe\.limit=7\.0: must be None with gated_mlp=False"),
+        (
+            {"moe": MoE(4, 2, 8, biased=True, latent_size=4)},
+            r"moe\.latent_size=4: must be None with moe\.biased",
+        ),
         ({"norms": "both"}, "mlp_layers: cannot be combined with latent attention"),
     ],
 )
