@@ -17,8 +17,8 @@ product of the alphas from S0 to n along its path::
 
 Ancestors come before their descendants, so the first line is a triangular system of equations. The
 state is read once for any number of tokens, and never written. The entry of a token is k, u and
-alpha, a hundredth of the size of a state. The entries of the accepted path are later written into
-the state::
+alpha, and the inputs of the convolution before the rule: about a fiftieth of the size of a state.
+The entries of the accepted path are later written into the state::
 
     S  =  g_m S0 + sum_a (g_m / g_a) k_a u_a^T    with m its end, and a in anc(m) or m
 

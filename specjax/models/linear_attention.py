@@ -81,7 +81,7 @@ class Ancestry:
 
 @struct.dataclass
 class Context:
-    """The inputs of a layer with linear attention besides the hidden states.
+    """The inputs of a layer with a state, besides the hidden states.
 
     Attributes:
         state: the state after the committed tokens.

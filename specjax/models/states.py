@@ -1,4 +1,4 @@
-"""The states of fixed size that layers with linear attention keep of a text."""
+"""The states of fixed size that layers with linear attention or Mamba-2 keep of a text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +17,15 @@ from specjax.models.memory import StateSizes
 
 @struct.dataclass
 class State:
-    """The state of one layer with linear attention after the committed tokens of B rows.
+    """The state of one layer after the committed tokens of B rows.
 
     It cannot be rolled back to fewer tokens. So a drafted token is not written into it before it is
     accepted: until then it has an entry, as in other layers, but with other parts (`empty_nodes`).
 
     Attributes:
-        table: ``[B, value_heads, key_dim, value_dim]`` float32, the state of the gated delta rule.
-        newest: the convolution's inputs from the newest tokens, the newest last: for queries, keys
-            and values ``[B, heads, kernel_size - 1, dim]`` each.
+        table: ``[B, value_heads, key_dim, value_dim]`` float32, the state of the rule.
+        newest: the convolution's inputs from the newest tokens, the newest last: for each of
+            `StateSizes.convolved` ``[B, heads, kernel_size - 1, dim]``.
     """
 
     table: jax.Array
@@ -98,7 +98,7 @@ def empty_nodes(
     """Return zeros for the entries of ``slots`` drafted tokens of each row.
 
     The parts have slots as the third axis, like all entries: the three parts of `delta_rule.Node`,
-    and the queries, keys and values before the convolution, in the ``dtype`` of the activations.
+    and the inputs of the convolution, in the ``dtype`` of the activations.
     """
     shapes = [
         ((sizes.key_heads, slots, sizes.key_dim), jnp.float32),
