@@ -107,7 +107,7 @@ def test_a_layer_of_an_mlp_alone_remembers_nothing(zoo_model) -> None:
     cache, scratch = target.new_cache(2, 16), target.new_scratch(2, 4)
     assert [len(entry) for entry in cache.layers] == [0, 0, 2, 0]
     assert [state is not None for state in cache.states] == [True, False, False, False]
-    assert [len(entry) for entry in scratch] == [6, 0, 2, 0]
+    assert [len(entry) for entry in scratch] == [7, 0, 2, 0]
     small = DraftModel.init(target, jax.random.key(0), draft=SHAPES["chain"])
     assert small.model.config.num_layers == 3  # the first layer with attention is the third
 
