@@ -102,7 +102,7 @@ class StateSizes(ABC):
 
     @property
     def node_parts(self) -> int:
-        """How many parts of a drafted token's entry come before the inputs of the convolution.
+        """The number of parts of a drafted token's entry before the inputs of the convolution.
 
         They are two vectors, the decay, and the step if there is one.
         """

@@ -220,7 +220,7 @@ def test_in_bfloat16_nothing_depends_on_which_tokens_were_drafted() -> None:
     ],
 )
 def test_an_entry_of_nemotron_3_has_a_hundredth_of_a_state(name, heads, node, state) -> None:
-    """In bfloat16, with the numbers of its files: 1.08%, 0.94% and 0.87%."""
+    """The shares in bfloat16, with the numbers of the files, are 1.08%, 0.94% and 0.87%."""
     sizes = Mamba2(key_heads=8, value_heads=heads, key_dim=128, value_dim=64)
     entry = jax.eval_shape(lambda: empty_nodes(sizes, 1, 1, jnp.bfloat16))
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in entry)

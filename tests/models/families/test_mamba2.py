@@ -224,7 +224,7 @@ def test_the_layers_of_bamba_with_attention_are_named_within_the_model(indices) 
 
 
 def test_granite_without_experts_has_none_per_token() -> None:
-    """Its file has 0 for both, and so has what is written; with experts 0 is refused."""
+    """Check that its file may have 0 for both, as what is written has; with experts 0 is refused."""
     without = GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0}
     config = config_json.parse_config(without)
     assert (config.moe, config.intermediate_size) == (None, 1536)
@@ -254,7 +254,7 @@ _BETWEEN = 1 + 0.98 * 2**-8
 
 @pytest.mark.full
 def test_factors_are_not_rounded_before_their_products(tmp_path) -> None:
-    """In bfloat16 the logits are as close to those of float32 as transformers' own.
+    """The logits in bfloat16 are as close to those of float32 as transformers' own.
 
     With factors that are rounded first they are a third further away.
     """
