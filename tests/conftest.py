@@ -52,6 +52,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -65,6 +66,7 @@ from specjax import progress
 from specjax.drafters import MTP, Eagle3
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.models.config import MLA, Layer, LinearAttention, ModelConfig, MoE, Rope
+from specjax.models.memory import Mamba2
 from specjax.models.transformer import Target
 
 pytest_plugins = ["pytester", "tests.buckets", "tests.costs", "tests.tiers"]
@@ -178,6 +180,33 @@ def tiny_target(seed: int = 0, scale: float = 25.0, **changes) -> Target:
     params = jax.tree.map(lambda leaf: leaf * scale if leaf.ndim > 1 else leaf, model.params)
     return model.replace(params=params)
 
+
+def blocks(pattern: str) -> dict[str, Any]:
+    """Return changes of `tiny_config` for a model like Nemotron-H with these layers.
+
+    A letter is a layer: ``M`` of Mamba-2, ``*`` of attention, ``-`` of an MLP alone.
+    """
+    sizes = Mamba2(key_heads=2, value_heads=4, key_dim=8, value_dim=6)
+    states, mlps = (
+        tuple(layer for layer, kind in enumerate(pattern) if kind == letter) for letter in "M-"
+    )
+    return {
+        "model_type": "nemotron_h",
+        "num_layers": len(pattern),
+        "linear": sizes if states else None,
+        "linear_layers": states,
+        "mlp_layers": mlps,
+        "gated_mlp": False,
+        "activation": "relu2",
+        "rope": Rope(kind="none"),
+    }
+
+
+BESIDE_ATTENTION = {  # changes of `tiny_config`: every layer has both, as in Falcon-H1
+    "model_type": "falcon_h1",
+    "linear": Mamba2(2, 4, key_dim=8, value_dim=8, beside_attention=True, norm="none"),
+    "linear_layers": (0, 1),
+}
 
 MIXTURES = {  # changes of `tiny_config`: a model of each family with experts
     "deepseek_v3": {

@@ -80,11 +80,11 @@ def _sizes_read(target: ModelConfig) -> tuple[int, int, int]:
             "target: layer self-attention reads keys and values, but this target stores latents"
             " (MLA): give a target with ordinary attention"
         )
-    if target.linear_layers:
+    if states := target.layers_with_states:
         raise InputError(
-            "target: layer self-attention reads keys and values of all layers, but some layers of"
-            " this target have a recurrent state: give a target with ordinary attention, or a"
-            " drafter without layer self-attention"
+            "target: layer self-attention reads keys and values alone, but layers"
+            f" {list(states)} of this target keep a state: give a target whose layers have"
+            " attention alone, or a drafter without layer self-attention"
         )
     parts = [target.entry_parts(layer) for layer in range(target.num_layers)]
     if different := [layer for layer, layer_parts in enumerate(parts) if layer_parts != parts[0]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,16 +100,19 @@ def _first(target: Target, layer: int) -> int:
     return first
 
 
-def _watch(declared: dict[str, Param], params: Params, form_of: schemes.FormOf) -> Params:
+def _watch(declared: Params, params: Params, form_of: schemes.FormOf) -> Params:
     """Return the params of a layer, with matrices that will be quantized as `Watched`."""
-    return {
-        name: (
-            value
-            if isinstance(value, QuantizedMatrix) or form_of(declared[name]) is None
-            else Watched.of(value)
-        )
-        for name, value in params.items()
-    }
+
+    def watch(param: Param, value: Any) -> Any:
+        if isinstance(value, QuantizedMatrix) or form_of(param) is None:
+            return value
+        return Watched.of(value)
+
+    return jax.tree.map(watch, declared, params)
+
+
+def _is_watched(value: Any) -> bool:
+    return isinstance(value, Watched)
 
 
 def _with_layer(target: Target, layer: int, params: Params) -> Target:
@@ -133,26 +137,33 @@ def _add_moments(
     ``x [B, T, H]`` is the residual stream that enters the first of ``layers``.
     """
 
-    def run(moments: dict[str, jax.Array]) -> jax.Array:
-        params = watched | {
-            name: watched[name].replace(moments=moment) for name, moment in moments.items()
-        }
+    # A layer may have layers inside, so its matrices are numbered by their places in the tree.
+    leaves, tree = jax.tree.flatten(watched, is_leaf=_is_watched)
+
+    def with_moments(moments: dict[int, jax.Array]) -> Params:
+        replaced = (
+            leaf.replace(moments=moments[place]) if place in moments else leaf
+            for place, leaf in enumerate(leaves)
+        )
+        return jax.tree.unflatten(tree, replaced)
+
+    def run(moments: dict[int, jax.Array]) -> jax.Array:
         return (
-            _run(_with_layer(target, layers[1] - 1, params), x, tokens, layers)
+            _run(_with_layer(target, layers[1] - 1, with_moments(moments)), x, tokens, layers)
             .astype(jnp.float32)
             .sum()
         )
 
-    before = {name: value.moments for name, value in watched.items() if isinstance(value, Watched)}
+    before = {place: leaf.moments for place, leaf in enumerate(leaves) if _is_watched(leaf)}
     new = jax.grad(run)(before)  # not a derivative, but the moments of this batch: see `Watched`
-    return watched | {name: watched[name].replace(moments=before[name] + new[name]) for name in new}
+    return with_moments(jax.tree.map(jnp.add, before, new))
 
 
 def _check_seen(watched: Params, layer: int) -> int:
     """Return how many matrices of a layer's experts had no input; refuse a model that overflows."""
     unread = 0
-    for value in watched.values():
-        if isinstance(value, Watched):
+    for value in jax.tree.leaves(watched, is_leaf=_is_watched):
+        if _is_watched(value):
             second = np.asarray(jnp.trace(value.moments, axis1=-2, axis2=-1))
             if not np.isfinite(second).all():
                 raise InputError(
@@ -180,7 +191,7 @@ def check_text(
         (
             param.shape[-2]
             for layer in layers
-            for param in layer.values()
+            for param in jax.tree.leaves(layer)
             if form_of(param) is not None
         ),
         default=0,

@@ -287,23 +287,25 @@ class ModelConfig:
     ``qk_norm_over_heads`` norms all heads of a token together (OLMo), not each; ``value_norm``
     norms values, without a weight. ``keys_are_values``: a value is the key before norm and
     rotation. ``embedding_scale`` and ``residual_scale`` (of the outputs of attention and MLP) are
-    factors; logits are divided by ``logit_divisor``; ``attention_scale`` is the factor of scores,
-    None for ``head_dim ** -0.5``. ``score_cap`` and ``logit_cap`` are soft caps of scores and
-    logits, ``cap * tanh(x / cap)``. With ``sinks`` every query head has a logit without a value
-    that takes part in its softmax (gpt-oss). With ``layer_scalars`` each layer's output is
-    multiplied by a number. ``per_layer_inputs``: the size of an input of every layer for each
-    token, from an embedding of ``per_layer_vocab_size`` tokens (Gemma 4's E2B and E4B); 0 for none.
-    ``gated_attention``: the output of each query head is multiplied by a gate (Qwen3.5). The
-    ``linear_layers`` have ``linear`` attention or Mamba-2, which keep a state, in place of ordinary
-    attention; ``linear`` has its sizes. If ``mlp_layers`` are given, every layer has one block with
-    one norm: these have an MLP or experts alone, and remember nothing; the others have no MLP
-    (Nemotron-H). With ``rope_interleaved`` rotated pairs of ordinary attention are neighbours
-    (GLM-4), otherwise halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated
-    before their norms (Hunyuan). ``value_dim`` is the size of a head's value, None for
-    ``head_dim``, and ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries
-    and keys of layers with RoPE are normed after it, without a weight, and with ``windows_aligned``
-    a window begins at a multiple of its size: a query sees the chunk that it is in (Llama 4).
-    ``factors`` are constant factors inside every layer (Falcon-H1).
+    factors; with ``embedding_scale_rounded`` the former is rounded to the type of the embeddings
+    before the product (Gemma), and not otherwise (Granite, Falcon-H1). Logits are divided by
+    ``logit_divisor``; ``attention_scale`` is the factor of scores, None for ``head_dim ** -0.5``.
+    ``score_cap`` and ``logit_cap`` are soft caps of scores and logits, ``cap * tanh(x / cap)``.
+    With ``sinks`` every query head has a logit without a value that takes part in its softmax
+    (gpt-oss). With ``layer_scalars`` each layer's output is multiplied by a number.
+    ``per_layer_inputs``: the size of an input of every layer for each token, from an embedding of
+    ``per_layer_vocab_size`` tokens (Gemma 4's E2B and E4B); 0 for none. ``gated_attention``: the
+    output of each query head is multiplied by a gate (Qwen3.5). The ``linear_layers`` have
+    ``linear`` attention or Mamba-2, which keep a state, in place of ordinary attention; ``linear``
+    has its sizes. If ``mlp_layers`` are given, every layer has one block with one norm: these have
+    an MLP or experts alone, and remember nothing; the others have no MLP (Nemotron-H). With
+    ``rope_interleaved`` rotated pairs of ordinary attention are neighbours (GLM-4), otherwise
+    halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated before their norms
+    (Hunyuan). ``value_dim`` is the size of a head's value, None for ``head_dim``, and
+    ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries and keys of layers
+    with RoPE are normed after it, without a weight, and with ``windows_aligned`` a window begins at
+    a multiple of its size: a query sees the chunk that it is in (Llama 4). ``factors`` are constant
+    factors inside every layer (Falcon-H1).
 
     Examples:
         >>> from dataclasses import replace
@@ -338,6 +340,7 @@ class ModelConfig:
     norms: Norms = "before"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    embedding_scale_rounded: bool = True
     attention_scale: float | None = None
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
@@ -419,6 +422,8 @@ class ModelConfig:
             self._check_linear()
         if self.mlp_layers is not None:
             self._check_blocks(self.mlp_layers)
+        if self.moe is not None:
+            self._check_experts(self.moe)
         if self.per_layer_inputs and self.per_layer_vocab_size < self.vocab_size:
             raise InputError(
                 f"per_layer_vocab_size={self.per_layer_vocab_size}: must be at least"
@@ -468,6 +473,18 @@ class ModelConfig:
             raise InputError(
                 "mlp_layers: cannot be combined with latent attention, layers that differ, or norms"
                 " after a block"
+            )
+
+    def _check_experts(self, moe: MoE) -> None:
+        if moe.biased and moe.latent_size is not None:
+            raise InputError(
+                f"moe.latent_size={moe.latent_size}: must be None with moe.biased: experts that"
+                " read a projection have no biases"
+            )
+        if moe.limit is not None and not self.gated_mlp:
+            raise InputError(
+                f"moe.limit={moe.limit}: must be None with gated_mlp=False: it limits the inputs of"
+                " a gated unit"
             )
 
     def _check_layers(self) -> None:
@@ -580,6 +597,20 @@ class ModelConfig:
             return ()
         config = self.of_layer(layer)
         return ((config.num_kv_heads, config.head_dim), (config.num_kv_heads, config.value_size))
+
+    @property
+    def layers_with_entries(self) -> tuple[int, ...]:
+        """The layers that attend to entries of tokens: their own, or those of an earlier layer."""
+        return tuple(
+            layer for layer in range(self.num_layers) if self.memory(self.entries_of(layer)).parts
+        )
+
+    @property
+    def layers_with_states(self) -> tuple[int, ...]:
+        """The layers that keep a state of the whole text; some may have entries as well."""
+        return tuple(
+            layer for layer in range(self.num_layers) if self.memory(layer).state is not None
+        )
 
     @property
     def value_size(self) -> int:

@@ -17,16 +17,17 @@ product of the alphas from S0 to n along its path::
 
 Ancestors come before their descendants, so the first line is a triangular system of equations. The
 state is read once for any number of tokens, and never written. The entry of a token is k, u and
-alpha, a hundredth of the size of a state. The entries of the accepted path are later written into
-the state::
+alpha, and the inputs of the convolution before the rule: about a fiftieth of the size of a state.
+The entries of the accepted path are later written into the state::
 
     S  =  g_m S0 + sum_a (g_m / g_a) k_a u_a^T    with m its end, and a in anc(m) or m
 
-In a simpler rule the update of a token is its whole value, ``u = v`` (Mamba-2, see
-`specjax.models.mamba2`). It depends on no other token, so there is no system of equations. All else
-is the same.
+In a simpler rule the update of a token is its value times a step, ``u = step v`` (Mamba-2, see
+`specjax.models.mamba2`). It depends on no other token, so there is no system of equations. An entry
+has v and the step, since v may be in bfloat16, where the product would be rounded. All else is the
+same.
 
-Everything is in float32. The logarithm of a share g_n / g_a is computed as the sum of the
+Everything is computed in float32. The logarithm of a share g_n / g_a is computed as the sum of the
 logarithms of the alphas between the two. As the difference of two longer sums it would lose digits:
 a head may forget everything at some tokens and hardly anything at others, so the sums reach
 thousands, and a small difference of them would be accurate to only one part in ten thousand.
@@ -54,15 +55,18 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 class DeltaRuleInputs(NamedTuple):
-    """The rule's inputs for T tokens, in float32, with r value heads for each key head.
+    """The rule's inputs for T tokens, with r value heads for each key head.
+
+    They are in float32. With ``step`` the vectors q, k and v may have another type.
 
     Attributes:
         q: ``[B, heads, T, dk]`` queries, scaled.
         k: ``[B, heads, T, dk]`` keys, of length 1.
         v: ``[B, heads * r, T, dv]`` values.
-        beta: ``[B, heads * r, T]`` the share that each token writes. None: each writes its whole
-            value, whatever the state returns for its key.
+        beta: ``[B, heads * r, T]`` the share that each token writes. None: each writes its value
+            times ``step``, whatever the state returns for its key.
         log_alpha: ``[B, heads * r, T]`` the logarithm of the share of the state that remains.
+        step: ``[B, heads * r, T]`` the factor of the values, in place of ``beta``.
     """
 
     q: jax.Array
@@ -70,6 +74,7 @@ class DeltaRuleInputs(NamedTuple):
     v: jax.Array
     beta: jax.Array | None
     log_alpha: jax.Array
+    step: jax.Array | None = None
 
 
 class Node(NamedTuple):
@@ -77,13 +82,26 @@ class Node(NamedTuple):
 
     Attributes:
         k: ``[B, heads, n, dk]`` as in `DeltaRuleInputs`.
-        u: ``[B, heads * r, n, dv]`` their updates.
+        u: ``[B, heads * r, n, dv]`` their updates; with ``step`` their values.
         log_alpha: ``[B, heads * r, n]`` as in `DeltaRuleInputs`.
+        step: ``[B, heads * r, n]`` as in `DeltaRuleInputs`; None if the rule has none.
     """
 
     k: jax.Array
     u: jax.Array
     log_alpha: jax.Array
+    step: jax.Array | None = None
+
+    @property
+    def parts(self) -> tuple[jax.Array, ...]:
+        """The arrays that the entry has."""
+        return tuple(part for part in self if part is not None)
+
+    @property
+    def update(self) -> jax.Array:
+        """The updates ``[B, heads * r, n, dv]`` in float32."""
+        u = self.u.astype(jnp.float32)
+        return u if self.step is None else u * self.step[..., None]
 
 
 def read_tree(
@@ -122,7 +140,9 @@ def read_tree(
         >>> write(empty, path).item()  # the root and its second child are accepted
         9.0
     """
-    q, k, v, beta, log_alpha = tokens
+    q, k, v, beta, log_alpha, step = tokens
+    entry = Node(k, v, log_alpha, step)
+    q, k, v = q.astype(jnp.float32), k.astype(jnp.float32), entry.update
     count, heads = q.shape[2], q.shape[1]
 
     def grouped(x: jax.Array) -> jax.Array:  # [B, h, …] -> [B, heads, r, …]
@@ -137,10 +157,10 @@ def read_tree(
     if before is not None:
         node, visible = before
         drafted_shares, log_g = _shares(grouped(node.log_alpha), visible, log_g)
-        similar = _product("bhtk,bhik->bhti", both, node.k)[:, :, None] * jnp.tile(
-            drafted_shares, (repeats, 1)
-        )
-        sums = _product("bhrti,bhriv->bhrtv", similar, grouped(node.u))
+        similar = _product("bhtk,bhik->bhti", both, node.k.astype(jnp.float32))[
+            :, :, None
+        ] * jnp.tile(drafted_shares, (repeats, 1))
+        sums = _product("bhrti,bhriv->bhrtv", similar, grouped(node.update))
     state_values = _product("bhtk,bhrkv->bhrtv", both, grouped(state))
     sums = sums + state_values * jnp.tile(jnp.exp(log_g), repeats)[..., None]
     if beta is None:
@@ -155,7 +175,7 @@ def read_tree(
         if beta is not None:
             u = _solve(similar[..., :count, :] * shares * beta[..., None], u)
         y = y + _product("bhrti,bhriv->bhrtv", similar[..., -count:, :] * shares, u)
-    return _joined(y), Node(k, _joined(u), tokens.log_alpha)
+    return _joined(y), entry if beta is None else entry._replace(u=_joined(u))
 
 
 def read_chain(
@@ -177,6 +197,8 @@ def read_chain(
         counts = jnp.arange(length)[None, None] < count[:, None, None]
         if tokens.beta is None:
             tokens = tokens._replace(v=jnp.where(counts[..., None], tokens.v, 0.0))
+            if tokens.step is not None:
+                tokens = tokens._replace(step=jnp.where(counts, tokens.step, 0.0))
         else:
             tokens = tokens._replace(beta=jnp.where(counts, tokens.beta, 0.0))
         tokens = tokens._replace(log_alpha=jnp.where(counts, tokens.log_alpha, 0.0))
@@ -223,15 +245,19 @@ def write(
     state: Float[Array, "B h dk dv"], path: Node, count: Int[Array, " B"] | None = None
 ) -> Float[Array, "B h dk dv"]:
     """Return the state after the first ``count`` tokens of a path, in order; None for all."""
-    length, (k, u, log_alpha) = path.k.shape[2], path
+    k, length = path.k.astype(jnp.float32), path.k.shape[2]
     visible = jnp.ones((1, 1, length), bool)
     if count is not None:
         visible = jnp.arange(length)[None, None] < count[:, None, None]
         # Tokens beyond `count` may be infinite or NaN, and 0 times these is NaN.
-        k, u = (jnp.where(jnp.swapaxes(visible, 1, 2)[:, None], part, 0.0) for part in (k, u))
+        k, u = (
+            jnp.where(jnp.swapaxes(visible, 1, 2)[:, None], part, 0.0) for part in (k, path.update)
+        )
+    else:
+        u = path.update
     # The shares are those that a token at the end of the path sees. Here each value head counts as
     # a key head with one value head, for it has its own alphas.
-    shares, log_g = _shares(log_alpha[:, :, None], visible)
+    shares, log_g = _shares(path.log_alpha[:, :, None], visible)
     weighed = (u * shares[:, :, 0, 0, :, None]).reshape(u.shape[0], k.shape[1], -1, *u.shape[2:])
     updates = _product("bhnk,bhrnv->bhrkv", k, weighed)
     return jnp.exp(log_g[:, :, 0, 0, None, None]) * state + _joined(updates)

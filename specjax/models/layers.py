@@ -16,7 +16,7 @@ from specjax.models.linear_attention import Context, linear_attention
 from specjax.models.mamba2 import mamba2
 from specjax.models.memory import LinearAttention, Mamba2, StateSizes
 from specjax.models.params import Params
-from specjax.models.primitives import activate, apart, linear, mlp, rms_norm
+from specjax.models.primitives import activate, apart, linear, mlp, rms_norm, scaled
 from specjax.models.quantized_cache import CacheType, quantize
 from specjax.models.rope import Rotations, separate_pairs
 from specjax.models.states import State
@@ -112,11 +112,11 @@ def keys_values(
     k = linear(params, "k", x)
     v = k if config.keys_are_values else linear(params, "v", x)
     if config.factors is not None:
-        k = k * config.factors.key
+        k = scaled(k, config.factors.key)
     k = _turned(params, "k_norm", config, k, rotations.turn_keys, rotations)
     v = v.reshape(*x.shape[:2], config.num_kv_heads, config.value_size)
     if config.value_scale != 1.0:
-        v = v * jnp.asarray(config.value_scale, v.dtype)
+        v = scaled(v, config.value_scale)
     if config.value_norm:
         v = rms_norm(v, None, config.norm_eps)
     return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -227,14 +227,15 @@ def _remembering(
     factors = config.factors or LayerFactors()
     y, nodes = read(params["state"], config, x, context)
     attended, entry = attention(
-        params, config, x * factors.attention_in, rotations, mask, past, cache_dtype
+        params, config, scaled(x, factors.attention_in), rotations, mask, past, cache_dtype
     )
     parts = (nodes,) if isinstance(nodes, State) else nodes
-    return y * factors.state_out + attended * factors.attention_out, (*entry, *parts)
+    y, attended = scaled(y, factors.state_out), scaled(attended, factors.attention_out)
+    return y + attended, (*entry, *parts)
 
 
 def _add(config: ModelConfig, x: jax.Array, branch: jax.Array) -> jax.Array:
-    return x + (branch if config.residual_scale == 1.0 else branch * config.residual_scale)
+    return x + (branch if config.residual_scale == 1.0 else scaled(branch, config.residual_scale))
 
 
 def _mixed(params: Params, config: ModelConfig, x: jax.Array, mesh: Mesh | None) -> jax.Array:

@@ -81,7 +81,7 @@ class Ancestry:
 
 @struct.dataclass
 class Context:
-    """The inputs of a layer with linear attention besides the hidden states.
+    """The inputs of a layer with a state, besides the hidden states.
 
     Attributes:
         state: the state after the committed tokens.
@@ -129,17 +129,19 @@ def follow(
     if ancestry.is_chain:
         y, node, table = read_chain(state.table, tokens, context.count)
         if context.count is None:
-            return y, (*node, *convolved)
-        return y, State(table, state.newest_after(convolved, context.count))
+            return y, (*node.parts, *convolved)
+        return y, state.after(table, convolved, context.count)
     before = None
     if ancestry.drafted is not None:
         joined = [
             jnp.concatenate(parts, axis=2)
-            for parts in zip(*(entry[:3] for entry in context.drafted), strict=True)
+            for parts in zip(
+                *(state.split(entry)[0].parts for entry in context.drafted), strict=True
+            )
         ]
         before = Node(*joined), ancestry.drafted
     y, node = read_tree(state.table, tokens, ancestry.own, before)
-    return y, (*node, *convolved)
+    return y, (*node.parts, *convolved)
 
 
 def _projections(params: Params, sizes: LinearAttention, x: jax.Array) -> tuple[jax.Array, ...]:
@@ -193,7 +195,7 @@ def convolve(
         context: the tokens before.
     """
     past = [
-        jnp.concatenate([old, *(entry[3 + i] for entry in context.drafted)], 2)
+        jnp.concatenate([old, *(context.state.split(entry)[1][i] for entry in context.drafted)], 2)
         for i, old in enumerate(context.state.newest)
     ]
     return [

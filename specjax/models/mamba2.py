@@ -6,14 +6,16 @@ vectors B and C that a group of heads shares. With the decay ``a = exp(-dt exp(A
     S' = a S + B (dt x)^T        y = S'^T C + D x
 
 So a state decays, and a token adds a product of two vectors to it: this is the delta rule's state
-with key B, query C and the whole value ``dt x`` for the update (`specjax.models.delta_rule`). Over
-a tree of tokens below S0, with g_n the product of the decays from S0 to n along its path::
+with key B, query C and the value x times the step dt for the update
+(`specjax.models.delta_rule`). Over a tree of tokens below S0, with g_n the product of the decays
+from S0 to n along its path::
 
     y_n = g_n S0^T C_n + sum_a (g_n / g_a) (B_a . C_n) dt_a x_a + D x_n      a in anc(n) or n
 
 and an accepted path that ends in m is written as ``S = g_m S0 + sum_a (g_m / g_a) B_a (dt_a
-x_a)^T``. Only B, ``dt x``, the logarithm of the decay and the convolution's inputs are kept of a
-drafted token, never a state. A prompt is read in chunks of 64 tokens.
+x_a)^T``. Of a drafted token these are kept, and never a state: B, x and the convolution's inputs in
+the type of the activations, and dt and the logarithm of the decay in float32. A prompt is read in
+chunks of 64 tokens.
 """
 
 import jax
@@ -25,7 +27,7 @@ from specjax.models.delta_rule import DeltaRuleInputs
 from specjax.models.linear_attention import Context, convolve, follow
 from specjax.models.memory import Mamba2
 from specjax.models.params import Params
-from specjax.models.primitives import apart, linear, products_in_turn, rms_norm
+from specjax.models.primitives import apart, linear, products_in_turn, rms_norm, scaled
 from specjax.models.states import State
 
 
@@ -41,10 +43,10 @@ def mamba2(
     batch, count = x.shape[:2]
     factors = config.factors
     if factors is not None:
-        x = x * factors.state_in
+        x = scaled(x, factors.state_in)
     gate, *projected, x = products_in_turn(params, ("z", "x", "b", "c"), x)
     step = linear(params, "step", x)
-    if factors is not None:
+    if factors is not None:  # rounded to the type of the activations, as published
         gate, *projected, step = (
             part * factor
             for part, factor in zip((gate, *projected, step), factors.state_parts, strict=True)
@@ -54,8 +56,12 @@ def mamba2(
         for values, (heads, dim) in zip(projected, sizes.convolved, strict=True)
     )
     step, log_decay = _steps(params, step)
-    value, key, query = convolve(params, "xbc", convolved, context)
-    tokens = DeltaRuleInputs(query, key, value * step[..., None], None, log_decay)
+    # Rounded once, before anything reads them: an entry has these, and not their products with the
+    # step, so the result does not depend on which tokens were drafted.
+    value, key, query = (
+        part.astype(x.dtype) for part in convolve(params, "xbc", convolved, context)
+    )
+    tokens = DeltaRuleInputs(query, key, value, None, log_decay, step)
     y, memory = follow(tokens, context, convolved)
     y = y + params["skip"].astype(jnp.float32)[:, None, None] * value
     y = y.transpose(0, 2, 1, 3).reshape(batch, count, -1)

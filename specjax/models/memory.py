@@ -1,7 +1,8 @@
 """The memory of a layer: entries of its tokens, a state of the text, both, or nothing.
 
-This decides how a draft is verified, so every kind of memory answers the same questions. The rest
-of the library asks `ModelConfig.memory` and never for a kind by name.
+This decides how a draft is verified, so every kind of memory answers the same questions. Layers,
+and families that read and write config.json, know the kinds. All else asks `ModelConfig.memory`,
+`ModelConfig.layers_with_entries` and `ModelConfig.layers_with_states`, and never for a class.
 
 - *What it stores.* `LayerMemory.parts` describes arrays with a slot for each token, which
   `specjax.models.cache` holds, in pages too. `LayerMemory.state` has the sizes of a state for the
@@ -22,7 +23,7 @@ of the library asks `ModelConfig.memory` and never for a kind by name.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from specjax.errors import InputError, check_minimum
 from specjax.models.param import Init, Param, matrix, norm
@@ -47,6 +48,8 @@ class StateSizes(ABC):
         kernel: the kernel size of the convolution, in tokens, the newest included.
         beside_attention: whether the layers have attention as well, with entries of their own. Both
             read the same input, and their outputs are summed.
+        has_steps: whether a drafted token's update is a vector times a step. Its entry then has the
+            vectors in the type of the activations, and the step; otherwise all is in float32.
 
     Examples:
         Two value heads for each key head, each with a table of 8 rows and 6 columns:
@@ -63,6 +66,7 @@ class StateSizes(ABC):
     value_dim: int
     kernel: int
     beside_attention: bool = False
+    has_steps: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -96,13 +100,20 @@ class StateSizes(ABC):
         """
         return 4 * self.state_size + (self.kernel - 1) * self._convolved_size * number_bytes
 
+    @property
+    def node_parts(self) -> int:
+        """The number of parts of a drafted token's entry before the inputs of the convolution.
+
+        They are two vectors, the decay, and the step if there is one.
+        """
+        return 4 if self.has_steps else 3
+
     def node_bytes(self, number_bytes: float) -> float:
         """Return the bytes of the entry of a drafted token; see `state_bytes`."""
-        return 4 * self._update_size + self._convolved_size * number_bytes
-
-    @property
-    def _update_size(self) -> int:
-        return self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
+        vectors = self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        vector_bytes = number_bytes if self.has_steps else 4
+        gates = self.value_heads * (self.node_parts - 2)
+        return 4 * gates + vectors * vector_bytes + self._convolved_size * number_bytes
 
     @property
     def _convolved_size(self) -> int:
@@ -274,7 +285,7 @@ class Mamba2(StateSizes):
         >>> from specjax.models.memory import Mamba2
         >>> sizes = Mamba2(key_heads=8, value_heads=64, key_dim=128, value_dim=64)
         >>> sizes.state_size, sizes.node_bytes(2)
-        (524288, 33024)
+        (524288, 23040)
     """
 
     key_heads: int
@@ -287,6 +298,7 @@ class Mamba2(StateSizes):
     output_bias: bool = False
     norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
     beside_attention: bool = False
+    has_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._check()

@@ -51,6 +51,15 @@ def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     return y if bias is None else y + bias
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Return ``x`` multiplied by a constant in float32, in ``x``'s dtype.
+
+    So only the product is rounded, as by torch. JAX alone rounds the constant to that dtype first:
+    in bfloat16 by up to 0.4%, the same way at every token.
+    """
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 def vocabulary_logits(x: jax.Array, weight: jax.Array | QuantizedMatrix) -> jax.Array:
     """Return the product of ``x [..., H]`` with a head ``[H, V]``, ``[..., V]`` float32."""
     return _logits(x, weight)
@@ -80,12 +89,12 @@ def mlp(
     """
     if f"{prefix}gate" in params:
         gate = linear(params, f"{prefix}gate", x)
-        gate = gate if factors is None else gate * factors.gate
+        gate = gate if factors is None else scaled(gate, factors.gate)
         gated = activate(gate, activation) * linear(params, f"{prefix}up", x)
     else:
         gated = activate(linear(params, f"{prefix}up", x), activation)
     y = linear(params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated)
-    return y if factors is None else y * factors.down
+    return y if factors is None else scaled(y, factors.down)
 
 
 def apart(x: jax.Array) -> jax.Array:

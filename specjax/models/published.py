@@ -264,6 +264,7 @@ _GRANITE_3_3 = _family(
     rope=Rope(theta=1e7),
     tie_embeddings=True,
     embedding_scale=12.0,
+    embedding_scale_rounded=False,
     attention_scale=0.0078125,
     residual_scale=0.22,
     logit_divisor=16.0,

@@ -1,4 +1,4 @@
-"""The states of fixed size that layers with linear attention keep of a text."""
+"""The states of fixed size that layers with linear attention or Mamba-2 keep of a text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +17,22 @@ from specjax.models.memory import StateSizes
 
 @struct.dataclass
 class State:
-    """The state of one layer with linear attention after the committed tokens of B rows.
+    """The state of one layer after the committed tokens of B rows.
 
     It cannot be rolled back to fewer tokens. So a drafted token is not written into it before it is
     accepted: until then it has an entry, as in other layers, but with other parts (`empty_nodes`).
 
     Attributes:
-        table: ``[B, value_heads, key_dim, value_dim]`` float32, the state of the gated delta rule.
-        newest: the convolution's inputs from the newest tokens, the newest last: for queries, keys
-            and values ``[B, heads, kernel_size - 1, dim]`` each.
+        table: ``[B, value_heads, key_dim, value_dim]`` float32, the state of the rule.
+        newest: the convolution's inputs from the newest tokens, the newest last: for each of
+            `StateSizes.convolved` ``[B, heads, kernel_size - 1, dim]``.
+        node_parts: static. How many parts of a drafted token's entry the rule has; the inputs of
+            the convolution follow.
     """
 
     table: jax.Array
     newest: tuple[jax.Array, ...]
+    node_parts: int = struct.field(pytree_node=False, default=3)
 
     @classmethod
     def zeros(
@@ -44,15 +47,25 @@ class State:
         newest = tuple(
             zeros(heads, sizes.kernel - 1, dim, dtype=dtype) for heads, dim in sizes.convolved
         )
-        return cls(table, newest)
+        return cls(table, newest, sizes.node_parts)
 
     def append(self, entry: Sequence[Any], count: Int[Array, " B"]) -> "State":
         """Return the state after the first ``count [B]`` of each row's tokens.
 
         ``entry`` is the tokens' entry that a pass has returned, in order.
         """
-        table = delta_rule.write(self.table, delta_rule.Node(*entry[:3]), count)
-        return State(table, self.newest_after(entry[3:], count))
+        node, convolved = self.split(entry)
+        return self.after(delta_rule.write(self.table, node, count), convolved, count)
+
+    def split(self, entry: Sequence[Any]) -> tuple[delta_rule.Node, Sequence[Any]]:
+        """Return the rule's parts of an entry, and the inputs of the convolution."""
+        return delta_rule.Node(*entry[: self.node_parts]), entry[self.node_parts :]
+
+    def after(
+        self, table: jax.Array, convolved: Sequence[jax.Array], count: Int[Array, " B"]
+    ) -> "State":
+        """Return the state with a later ``table``; the other arguments are as in `newest_after`."""
+        return State(table, self.newest_after(convolved, count), self.node_parts)
 
     def take(
         self, update: "Sequence[Any] | State", count: Int[Array, " B"]
@@ -66,7 +79,7 @@ class State:
             return (), update
         if isinstance(update[-1], State):
             return tuple(update[:-1]), update[-1]
-        first = len(update) - len(delta_rule.Node._fields) - len(self.newest)
+        first = len(update) - self.node_parts - len(self.newest)
         return tuple(update[:first]), self.append(update[first:], count)
 
     def newest_after(
@@ -97,13 +110,15 @@ def empty_nodes(
 ) -> tuple[jax.Array, ...]:
     """Return zeros for the entries of ``slots`` drafted tokens of each row.
 
-    The parts have slots as the third axis, like all entries: the three parts of `delta_rule.Node`,
-    and the queries, keys and values before the convolution, in the ``dtype`` of the activations.
+    The parts have slots as the third axis, like all entries: the parts of `delta_rule.Node`, and
+    the inputs of the convolution. These, and vectors beside a step, are in the ``dtype`` of the
+    activations, all else in float32.
     """
+    vector, gate = (dtype if sizes.has_steps else jnp.float32), (sizes.value_heads, slots)
     shapes = [
-        ((sizes.key_heads, slots, sizes.key_dim), jnp.float32),
-        ((sizes.value_heads, slots, sizes.value_dim), jnp.float32),
-        ((sizes.value_heads, slots), jnp.float32),
+        ((sizes.key_heads, slots, sizes.key_dim), vector),
+        ((sizes.value_heads, slots, sizes.value_dim), vector),
+        *[(gate, jnp.float32)] * (sizes.node_parts - 2),
         *(((heads, slots, dim), dtype) for heads, dim in sizes.convolved),
     ]
     return tuple(

@@ -33,7 +33,13 @@ from specjax.models.layers import decoder_layer, normed
 from specjax.models.linear_attention import Ancestry, Context
 from specjax.models.memory import LayerMemory
 from specjax.models.params import Params
-from specjax.models.primitives import capped, embedding_logits, linear, vocabulary_logits
+from specjax.models.primitives import (
+    capped,
+    embedding_logits,
+    linear,
+    scaled,
+    vocabulary_logits,
+)
 from specjax.models.quantization import QuantizedMatrix, schemes
 from specjax.models.quantization.weights import dequantize_matrix, rows_of
 from specjax.models.quantized_cache import CacheType, check_cache_type
@@ -325,8 +331,11 @@ class Target(OneLine, KeyedByClass):
         # Out-of-range ids cannot raise here; the edge (`specjax.generate`) checks them.
         x = self._look_up(self.params["embed"], tokens)
         if self.config.embedding_scale != 1.0:
-            # Rounded first, as the models were trained.
-            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+            scale = self.config.embedding_scale
+            if self.config.embedding_scale_rounded:
+                x = x * jnp.asarray(scale, x.dtype)
+            else:
+                x = scaled(x, scale)
         return self._constrain(x, None)
 
     def _look_up(

@@ -96,10 +96,10 @@ def message_sizes(
         0 if reader.startswith("moa") and reader != "moa, no layers" else target.num_layers - tli,
         target.num_layers,
     )
-    if states := set(target.linear_layers) & set(sent):
+    if states := set(target.layers_with_states) & set(sent):
         raise InputError(
-            f"target: its layers {sorted(states)} keep a state, and no entries of tokens that could"
-            " be sent; give a target without linear attention, or a reader of other layers"
+            f"target: its layers {sorted(states)} keep a state, which is not sent; give a target"
+            " whose layers have entries alone, or a reader of other layers"
         )
     if tli and not reader.startswith("moa"):
         raise InputError(f"tli={tli}: a drafter of kind {reader!r} runs no layers of the target")

@@ -1,7 +1,7 @@
 """The arithmetic and the memory traffic of a forward pass, for `specjax.planning.roofline`.
 
 A pass has two kinds of work: products with the weights, and attention over the cache. Layers with
-linear attention add a third: writing accepted tokens into their states.
+a state (linear attention, Mamba-2) add a third: writing accepted tokens into their states.
 """
 
 import math
@@ -67,7 +67,7 @@ def attention_work(
     attention reads latents and rotated keys; a head multiplies with all of these, and twice with
     the latents. A layer with a sliding window reads at most the window. A layer that uses another
     layer's entries reads them again. The keys and values of the T tokens themselves are left out,
-    because they are few compared to S. A layer with linear attention reads its state instead,
+    because they are few compared to S. A layer with a state reads that instead, or as well,
     whatever S is, and multiplies each token's key and query with it; for commits see `commit_work`.
 
     Examples:
@@ -99,7 +99,7 @@ def attention_work(
 
 
 def commit_work(config: ModelConfig, batch: int, tokens: int) -> Work:
-    """Return the work of writing T accepted tokens of B rows into the states of linear attention.
+    """Return the work of writing T accepted tokens of B rows into the states of layers.
 
     Each state is read and written once, in addition to the pass, whatever the number of tokens.
     Writes of keys and values are left out, because they are few.
@@ -133,7 +133,7 @@ def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
 
 
 def state_bytes(config: ModelConfig, number_bytes: float = 2.0) -> float:
-    """Return the bytes of a row's states in all layers with linear attention.
+    """Return the bytes of a row's states in all layers that keep one.
 
     They do not depend on the length of the text. States are float32, except the inputs of the
     convolutions, whose numbers take ``number_bytes``.

@@ -16,7 +16,7 @@ from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.models.attention import by_device, plain
 from specjax.models.cache import KVCache
-from tests.conftest import LAYERED, MIXTURES, tiny_target
+from tests.conftest import LAYERED, MIXTURES, blocks, tiny_target
 
 LENGTHS = np.array([60, 9, 37])
 PROMPTS = np.random.default_rng(0).integers(0, 11, (3, 60)).astype(np.int32)
@@ -167,6 +167,14 @@ def test_snapkv_keeps_what_a_slow_reference_keeps(block, changes, monkeypatch) -
                 np.testing.assert_array_equal(
                     small[head, budget - window :], large[head, length - window : length]
                 )
+
+
+@pytest.mark.full
+def test_snapkv_has_nothing_to_choose_in_a_layer_of_an_mlp_alone() -> None:
+    target = tiny_target(**blocks("*-*-"))
+    drafter = CompressedCache(budget=8, scheme=SnapKV(window=3, pool=1), draft=Chain(2))
+    _, state = started(target, drafter)
+    assert [len(entry) for entry in state.drafter.layers] == [2, 0, 2, 0]
 
 
 def test_the_choice_prefers_neighbourhoods_and_never_what_comes_later() -> None:

@@ -19,7 +19,7 @@ from specjax.drafts.shapes import Chain, SampledTree
 from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling, probabilities
-from tests.conftest import HYBRID, SHAPES, tiny_target
+from tests.conftest import HYBRID, SHAPES, blocks, tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 0, 0, 0, 0, 0], [5, 9, 10, 0, 0, 0]])
 LENGTHS = np.array([6, 1, 3])
@@ -123,6 +123,13 @@ def test_early_exit_drafts_with_the_first_layers() -> None:
     for _ in range(6):
         check_q(target, state, propose(drafter, target, state), layers=(0, 2))
         state, _ = step(target, drafter, state)
+
+
+def test_early_exit_needs_a_layer_that_reads_earlier_tokens() -> None:
+    target = tiny_target(**blocks("--M*"))
+    EarlyExit(layers=3).check(target)  # a state is enough
+    with pytest.raises(InputError, match=r"EarlyExit\(layers=2\): none.* give at least 3"):
+        EarlyExit(layers=2).check(target)
 
 
 def test_init_and_round_trip(target, tmp_path) -> None:
@@ -335,10 +342,12 @@ def test_a_draft_model_made_of_a_targets_first_layers_can_be_saved(tmp_path) -> 
 
 def test_a_hybrid_of_too_few_layers_is_refused_and_what_is_said_then_helps() -> None:
     target = tiny_target(**(HYBRID | {"num_layers": 4, "linear_layers": (0, 1, 2)}))
-    with pytest.raises(
-        InputError, match=r"num_layers=2: all of them would be linear.*: give 4 or more, or other"
-    ):
+    with pytest.raises(InputError, match=r"=2: none of.* give 4 or more, or other linear_layers$"):
         DraftModel.init(target, jax.random.key(0), num_layers=2)
+    blocked = tiny_target(**blocks("-M-*"))
+    for count, cause in ((1, "mlp_layers"), (3, "linear_layers and mlp_layers")):
+        with pytest.raises(InputError, match=rf"={count}: .* give 4 or more, or other {cause}$"):
+            DraftModel.init(blocked, jax.random.key(0), num_layers=count)
     four = DraftModel.init(target, jax.random.key(0), num_layers=4)
     assert four.model.config.linear_layers == (0, 1, 2)
     two = DraftModel.init(target, jax.random.key(0), num_layers=2, linear_layers=(0,))

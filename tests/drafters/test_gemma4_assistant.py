@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.drafters.methods import gemma4_assistant
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.models.transformer import Target
-from tests.conftest import tiny_target
+from tests.conftest import BESIDE_ATTENTION, LAYERED, blocks, tiny_config, tiny_target
 from tests.models.families import zoo
 
 HEADS = {
@@ -177,6 +178,19 @@ def test_it_drafts_for_an_ordinary_target(changes) -> None:
         target, jax.random.key(1), draft=specjax.DynamicTree(top_k=2, depth=3, nodes=6)
     )
     specjax.conformance.check(target, drafter)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sources"),
+    [
+        (blocks("*-"), (None, 0)),
+        (blocks("*M-"), (None, 0)),
+        (BESIDE_ATTENTION, (None, 1)),
+        (LAYERED["sharing"], (0, 1)),
+    ],
+)
+def test_it_reads_layers_with_entries_alone(changes, sources) -> None:
+    assert gemma4_assistant._sources(tiny_config(**changes)) == sources
 
 
 def test_it_refuses_another_target(both) -> None:

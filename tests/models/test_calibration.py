@@ -14,7 +14,7 @@ from specjax.models.quantization.gptq import gptq
 from specjax.models.quantization.schemes import Scheme
 from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
-from tests.conftest import HYBRID, LAYERED, MIXTURES, tiny_target
+from tests.conftest import BESIDE_ATTENTION, HYBRID, LAYERED, MIXTURES, tiny_target
 from tests.models.families import zoo
 
 TOKENS = np.random.default_rng(0).integers(0, 16, size=(6, 40))
@@ -74,12 +74,13 @@ MODELS = {
     "plain": {},
     "tied": {"tie_embeddings": True, "qkv_bias": True},
     "hybrid": HYBRID,
+    "beside attention": BESIDE_ATTENTION,
     **LAYERED,
     **MIXTURES,
 }
 
 
-OFTEN = ("hybrid", "sharing", "qwen3_moe")
+OFTEN = ("hybrid", "beside attention", "sharing", "qwen3_moe")
 
 
 @pytest.mark.full

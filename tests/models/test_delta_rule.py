@@ -68,7 +68,7 @@ def by_paths(
     Each of the ``paths`` is read from its beginning. The outputs are ``[B, h, paths, dv]``, the
     states ``[B, h, paths, dk, dv]``.
     """
-    q, k, v, beta, log_alpha = (np.asarray(x, np.float64) for x in tokens)
+    q, k, v, beta, log_alpha = (np.asarray(x, np.float64) for x in tokens[:5])
     rows, heads = v.shape[:2]
     outputs = np.zeros((rows, heads, len(paths), v.shape[-1]))
     states = np.zeros((rows, heads, len(paths), *state.shape[2:]))
@@ -88,7 +88,7 @@ def by_token(state: np.ndarray, tokens: DeltaRuleInputs) -> tuple[np.ndarray, np
 
     The result is that of `by_paths`, with one reading for all tokens.
     """
-    q, k, v, beta, log_alpha = (np.asarray(x, np.float64) for x in tokens)
+    q, k, v, beta, log_alpha = (np.asarray(x, np.float64) for x in tokens[:5])
     current, outputs, states = state.astype(np.float64), [], []
     q, k = (np.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q, k))
     for i in range(v.shape[2]):
@@ -156,7 +156,7 @@ def test_a_tree_in_one_pass_is_as_each_of_its_paths(count) -> None:
         assert near(y[one_row], expected)
         for index in {0, count // 2, count - 1}:
             padded = np.resize(paths[index], count)
-            path = Node(*(x[one_row][:, :, padded] for x in map(np.asarray, node)))
+            path = Node(*(x[one_row][:, :, padded] for x in map(np.asarray, node.parts)))
             result = WRITE(state[one_row], path, np.array([len(paths[index])]))
             assert near(result, states[:, :, index])
 
@@ -180,12 +180,12 @@ def test_a_tree_level_by_level_is_as_each_of_its_paths() -> None:
         repeated = np.resize(level, 40)  # nodes are repeated, so that all levels share a program
         y, node = READ(
             state,
-            DeltaRuleInputs(*(x[:, :, repeated] for x in tokens)),
+            DeltaRuleInputs(*(x[:, :, repeated] for x in tokens[:5])),
             None,
             (slots, ancestors(paths)[None, repeated]),
         )
         assert near(y[:, :, : len(level)], expected[:, :, level])
-        for slot, new in zip(slots, node, strict=True):
+        for slot, new in zip(slots.parts, node.parts, strict=True):
             slot[:, :, level] = new[:, :, : len(level)]
 
 
@@ -200,7 +200,7 @@ def test_a_tree_below_drafted_tokens_is_as_each_of_its_paths() -> None:
     mask = mask_of(paths)
     _, node = READ(state, part(tokens, 0, split), mask[None, :split, :split])
     # Slots that no token sees may hold any number.
-    arrays = map(np.asarray, node)
+    arrays = map(np.asarray, node.parts)
     slots = Node(*(np.concatenate([x, np.full_like(x[:, :, :unused], 7.0)], 2) for x in arrays))
     visible = np.pad(mask[split:, :split], ((0, 0), (0, unused)))[None]
     y, _ = READ(state, part(tokens, split, 24), mask[None, split:, split:], (slots, visible))
@@ -257,7 +257,7 @@ def test_what_does_not_count_leaves_no_trace() -> None:
     changed = DeltaRuleInputs(
         *(
             np.concatenate([x[:, :, :2], pad[:, :, 2:]], 2)
-            for x, pad in zip(tokens, padding, strict=True)
+            for x, pad in zip(tokens[:5], padding[:5], strict=True)
         )
     )
     np.testing.assert_array_equal(read(state, changed, counts)[2], after)
@@ -373,7 +373,7 @@ def test_gradients_are_those_of_the_rule() -> None:
         )(tokens)
         result = sum(
             float(np.sum(np.asarray(g, np.float64) * d))
-            for g, d in zip(gradient, direction, strict=True)
+            for g, d in zip(gradient[:5], direction[:5], strict=True)
         )
         assert abs(result - expected) < 1e-3 * abs(expected)
 

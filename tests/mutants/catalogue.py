@@ -1252,7 +1252,7 @@ CATALOGUE = (
     Mutant(
         name="values-are-not-scaled",
         file="specjax/models/layers.py",
-        old="v = v * jnp.asarray(config.value_scale, v.dtype)",
+        old="v = scaled(v, config.value_scale)",
         new="v = v * 1",
         tests=(
             "tests/models/families/test_families.py::test_logits_are_those_of_transformers[mimo_v2_flash-0]",

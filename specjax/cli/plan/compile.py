@@ -171,7 +171,7 @@ def _step_table(steps: list[Step], chip: Chip, chips: int, slices: int) -> Table
 
 
 def _lines_of_states(steps: list[Step]) -> dict[str, list[str]]:
-    """Return the lines of a target with linear attention.
+    """Return the lines of a target with layers that keep a state.
 
     They have the size of its states, and of the entries that it stores of a draft instead of a
     state per token.

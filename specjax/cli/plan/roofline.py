@@ -79,7 +79,7 @@ def run_roofline(config: RooflineConfig) -> None:
     console = new_console()
     console.print(_table(config, pair, alphas, best))
     for name, model in {"target": pair.target, "drafter": pair.drafter}.items():
-        if isinstance(model, ModelConfig) and model.linear_layers:
+        if isinstance(model, ModelConfig) and model.layers_with_states:
             console.out(_memory_line(name, model))
     if plain := [f"{rows}" for rows, choice in best.items() if choice.gamma == 0]:
         console.out(
@@ -131,7 +131,7 @@ def _load_pair(config: RooflineConfig) -> roofline.Pair:
     if (
         config.draft_cache
         and isinstance(cut := drafter or target, ModelConfig)
-        and cut.linear_layers
+        and cut.layers_with_states
     ):
         raise InputError(
             f"draft_cache={config.draft_cache}: layers of this drafter ({cut.model_type}) have a"

@@ -68,7 +68,7 @@ class CompressedCache(Drafter[RingCache]):
                 " stores latents, which are small already, and not keys and values: give a target"
                 " with ordinary attention, or another drafter"
             )
-        if target.config.linear_layers:
+        if target.config.layers_with_states:
             raise InputError(
                 f"CompressedCache(scheme={self.scheme}): layers of the target"
                 f" ({target.config.model_type}) have a recurrent state, which cannot be compressed:"
@@ -150,7 +150,8 @@ def _paid_by_last(
     causal = jnp.tril(jnp.ones((1, count, count), bool))
 
     attention: dict[int, jax.Array] = {}
-    for i, params in enumerate(target.params["layers"]):
+    for i in config.layers_with_entries:
+        params = target.params["layers"][i]
         sizes, source = config.of_layer(i), config.entries_of(i)
         turn = rotations(sizes.rope, sizes.head_dim, positions)
         q = queries(params, sizes, normed(params, "input_norm", sizes, entering[:, :, i]), turn)

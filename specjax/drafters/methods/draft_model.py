@@ -209,14 +209,15 @@ class DraftModel(Drafter[DraftModelState]):
                 layer.
         """
         count = sizes.get("num_layers", _quarter(target.config))
-        with_entries = target.config.linear is not None and target.config.linear.beside_attention
-        linear = () if with_entries else sizes.get("linear_layers", target.config.linear_layers)
-        linear = (*linear, *(sizes.get("mlp_layers", target.config.mlp_layers) or ()))
-        if count > 0 and set(range(count)) <= set(linear):
-            least = next(layer for layer in range(len(linear) + 1) if layer not in linear) + 1
+        names = ("linear", "linear_layers", "mlp_layers", "windowed_layers")
+        kinds = {name: sizes[name] for name in names if name in sizes}
+        whole = replace(target.config, num_layers=max(count, target.config.num_layers), **kinds)
+        if 0 < count <= (first := whole.layers_with_entries[0]):
+            causes = {"linear_layers": whole.linear_layers, "mlp_layers": whole.mlp_layers or ()}
+            causing = (name for name, layers in causes.items() if set(layers) & set(range(count)))
             raise InputError(
-                f"num_layers={count}: all of them would be linear-attention layers, but one with"
-                f" ordinary attention is needed: give {least} or more, or other linear_layers"
+                f"num_layers={count}: none of them would have attention, but one layer needs it:"
+                f" give {first + 1} or more, or other {' and '.join(causing)}"
             )
         config = target.config.first(count, **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
@@ -404,9 +405,10 @@ class DraftModel(Drafter[DraftModelState]):
 def _quarter(config: ModelConfig) -> int:
     """Return the default number of layers of a draft model."""
     least = max(1, config.num_layers // 4)
-    not_whole = {*config.windowed_layers, *config.linear_layers, *(config.mlp_layers or ())}
-    whole = [layer + 1 for layer in range(least - 1, config.num_layers) if layer not in not_whole]
-    return whole[0] if whole else least
+    full = (
+        layer + 1 for layer in config.layers_with_entries if layer not in config.windowed_layers
+    )
+    return next((count for count in full if count >= least), least)
 
 
 def _fit(logits: jax.Array, vocab: int) -> jax.Array:

@@ -50,6 +50,13 @@ class EarlyExit(Drafter[tuple[()]]):
                 f"EarlyExit(layers={self.layers}): the target has {layers} layers; give from 1 to"
                 f" {layers - 1}"
             )
+        config = target.config
+        first = min(*config.layers_with_entries, *config.layers_with_states, layers)
+        if self.layers <= first:
+            raise InputError(
+                f"EarlyExit(layers={self.layers}): none of these layers reads earlier tokens, since"
+                f" each has an MLP alone; give at least {first + 1}"
+            )
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return tuple(range(self.layers))

@@ -493,12 +493,9 @@ def _sources(config: ModelConfig) -> tuple[int | None, int]:
     The first is the last layer with a window, or None if no layer has one. The second is the last
     full layer. If all layers have windows, it is the last layer, and the first is None.
     """
-    windowed = [layer for layer in range(config.num_layers) if layer in config.windowed_layers]
-    full = [
-        layer
-        for layer in range(config.num_layers)
-        if layer not in (*config.windowed_layers, *config.linear_layers)
-    ]
+    attending = config.layers_with_entries
+    windowed = [layer for layer in attending if layer in config.windowed_layers]
+    full = [layer for layer in attending if layer not in config.windowed_layers]
     if not full:
         return None, config.entries_of(windowed[-1])
     return config.entries_of(windowed[-1]) if windowed else None, config.entries_of(full[-1])

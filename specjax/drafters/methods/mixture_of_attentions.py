@@ -214,10 +214,17 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
                 f" {sorted(windowed)}, which have a sliding window, but it supports full layers"
                 " only: give a drafter with tli=0"
             )
-        if linear := set(range(first, stop)) & set(target.config.linear_layers):
+        if states := set(range(first, stop)) & set(target.config.layers_with_states):
             raise InputError(
-                f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(linear)},"
-                " which have a recurrent state instead of KV entries: give a drafter with tli=0"
+                f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(states)},"
+                " which keep a state, but it supports layers with KV entries alone: give a drafter"
+                " with tli=0"
+            )
+        if config.tli and not set(range(first, stop)) & set(target.config.layers_with_entries):
+            raise InputError(
+                f"drafter: target layer inference (tli={config.tli}) runs layers"
+                f" {list(range(first, stop))}, which have an MLP alone, but at least one must have"
+                " attention: give a drafter with tli=0"
             )
         if with_earlier_entries := [
             layer for layer in range(first, stop) if target.config.entries_of(layer) < first

@@ -346,7 +346,7 @@ class MTP(FeatureDrafter):
             modules: the number of modules.
             sizes: fields of the layers' `ModelConfig`.
         """
-        if target.config.linear_layers and target.config.gated_attention and modules == 1:
+        if target.config.layers_with_states and target.config.gated_attention and modules == 1:
             config = MTPConfig(_attention_layer(target.config, True, **sizes), modules, "qwen")
         else:
             config = MTPConfig(layer_like(target.config, **sizes), modules)

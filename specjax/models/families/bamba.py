@@ -7,7 +7,7 @@ from specjax.models.families import mamba2
 from specjax.models.families.base import Family
 from specjax.models.families.mamba2 import LINEAR
 from specjax.models.families.ropes import FULL
-from specjax.models.fields import Field, Fields, JsonObject
+from specjax.models.fields import CheckpointError, Field, Fields, JsonObject
 
 _ROTATED = 0.5
 """The share of a head that is rotated. It is fixed in transformers, whatever the file says."""
@@ -24,6 +24,12 @@ def _derived(fields: Fields) -> dict[str, Any]:
 
 
 def _parse(fields: Fields) -> dict[str, Any]:
+    full, last = fields["attn_layer_indices"] or [], fields["num_hidden_layers"] - 1
+    if not full or max(full) > last:
+        raise CheckpointError(
+            f"attn_layer_indices={full}: must name at least one layer with attention, and"
+            f" layers from 0 to {last} alone (num_hidden_layers - 1)"
+        )
     return mamba2.layers_of(fields["layer_types"], mamba2.parse_sizes(fields))
 
 

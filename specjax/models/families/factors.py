@@ -17,7 +17,8 @@ FIELDS: FieldTable = {name: number(1e-6, 1e6, default=1.0) for name in _FACTORS}
 
 def parse(fields: Fields) -> dict[str, Any]:
     """Return the fields of `ModelConfig` with the factors."""
-    return {ours: float(fields[name]) for name, ours in _FACTORS.items()}
+    factors = {ours: float(fields[name]) for name, ours in _FACTORS.items()}
+    return {**factors, "embedding_scale_rounded": False}
 
 
 def format_fields(config: ModelConfig) -> JsonObject:

@@ -85,6 +85,7 @@ def _parse(fields: Fields) -> dict[str, Any]:
             down=float(down),
         ),
         "embedding_scale": float(fields["embedding_multiplier"]),
+        "embedding_scale_rounded": False,
         "logit_divisor": 1.0 / fields["lm_head_multiplier"],
     }
 

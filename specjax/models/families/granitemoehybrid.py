@@ -18,7 +18,7 @@ _FIELDS: FieldTable = {
     **mamba2.FIELDS,
     "shared_intermediate_size": whole(1, 10_000_000),
     "num_local_experts": whole(0, 100_000),
-    "num_experts_per_tok": whole(1, 100_000),
+    "num_experts_per_tok": whole(0, 100_000),
     "position_embedding_type": text("rope", "nope", default=None),
 }
 
@@ -44,6 +44,11 @@ def _parse_mlps(fields: Fields) -> dict[str, Any]:
     size, shared = fields["intermediate_size"], fields["shared_intermediate_size"]
     if not fields["num_local_experts"]:
         return {"intermediate_size": shared}
+    if not fields["num_experts_per_tok"]:
+        raise InputError(
+            f"num_experts_per_tok=0: must be at least 1 with"
+            f" num_local_experts={fields['num_local_experts']}; only a model without experts has 0"
+        )
     if shared % size:
         raise InputError(
             f"shared_intermediate_size={shared}: must be a multiple of intermediate_size={size}"
@@ -68,6 +73,7 @@ def _format(config: ModelConfig) -> JsonObject:
     if (moe := config.moe) is None:
         return raw | {
             "num_local_experts": 0,
+            "num_experts_per_tok": 0,
             "shared_intermediate_size": config.intermediate_size,
         }
     return raw | {

@@ -107,7 +107,7 @@ def test_a_layer_of_an_mlp_alone_remembers_nothing(zoo_model) -> None:
     cache, scratch = target.new_cache(2, 16), target.new_scratch(2, 4)
     assert [len(entry) for entry in cache.layers] == [0, 0, 2, 0]
     assert [state is not None for state in cache.states] == [True, False, False, False]
-    assert [len(entry) for entry in scratch] == [6, 0, 2, 0]
+    assert [len(entry) for entry in scratch] == [7, 0, 2, 0]
     small = DraftModel.init(target, jax.random.key(0), draft=SHAPES["chain"])
     assert small.model.config.num_layers == 3  # the first layer with attention is the third
 
@@ -217,6 +217,24 @@ def test_what_is_not_implemented_is_refused(changes, message) -> None:
         config_json.parse_config(NANO | changes)
 
 
+@pytest.mark.parametrize("indices", [None, [], [9, 32]])
+def test_the_layers_of_bamba_with_attention_are_named_within_the_model(indices) -> None:
+    with pytest.raises(CheckpointError, match=r"attn_layer_indices=\[.* from 0 to 31 alone"):
+        config_json.parse_config(BAMBA | {"attn_layer_indices": indices})
+
+
+def test_granite_without_experts_has_none_per_token() -> None:
+    """Check that its file may have 0 for both, as what is written has; with experts 0 is refused."""
+    without = GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0}
+    config = config_json.parse_config(without)
+    assert (config.moe, config.intermediate_size) == (None, 1536)
+    stored = config_json.format_config(config, "float32")
+    assert (stored["num_local_experts"], stored["num_experts_per_tok"]) == (0, 0)
+    assert config_json.parse_config(stored) == config
+    with pytest.raises(CheckpointError, match="num_experts_per_tok=0: must be at least 1 with num"):
+        config_json.parse_config(GRANITE | {"num_experts_per_tok": 0})
+
+
 def test_kinds_of_layers_are_read_in_all_their_forms() -> None:
     base = {name: NANO[name] for name in NANO if name not in ("hybrid_override_pattern",)}
     forms = (
@@ -228,3 +246,34 @@ def test_kinds_of_layers_are_read_in_all_their_forms() -> None:
     assert all(config == first for config in rest)
     assert (first.num_layers, first.linear_layers, first.mlp_layers) == (4, (0,), (2, 3))
     assert [first.is_sparse(layer) for layer in range(4)] == [False, False, True, False]
+
+
+_BETWEEN = 1 + 0.98 * 2**-8
+"""A number nearly halfway between two of bfloat16."""
+
+
+@pytest.mark.full
+def test_factors_are_not_rounded_before_their_products(tmp_path) -> None:
+    """The logits in bfloat16 are as close to those of float32 as transformers' own.
+
+    With factors that are rounded first they are a third further away.
+    """
+    from tests.with_torch import torch
+
+    kind, fields = zoo.MODELS["falcon_h1"]
+    names = [name for name in fields if name.endswith("_multiplier") and name[:2] != "lm"]
+    factors = dict.fromkeys(names, _BETWEEN) | {"lm_head_multiplier": 1.0}
+    factors |= {"mlp_multipliers": [_BETWEEN] * 2, "ssm_multipliers": [_BETWEEN] * 5}
+    model = zoo.build(kind, fields | factors)
+    model.save_pretrained(tmp_path)
+    narrow = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    tokens = np.random.default_rng(0).integers(0, zoo.VOCABULARY, (8, 48))
+    expected = zoo.logits(model, tokens)
+    with torch.no_grad():
+        theirs = narrow(torch.tensor(tokens)).logits.float().numpy()
+    target = Target.from_pretrained(tmp_path, dtype=jnp.bfloat16)
+    ours = np.asarray(target.forward(jnp.asarray(tokens))[0].logits)
+    distance, distance_of_theirs = (
+        np.sqrt(np.mean(np.square(logits - expected))) for logits in (ours, theirs)
+    )
+    assert distance < 1.15 * distance_of_theirs
