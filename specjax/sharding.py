@@ -124,8 +124,8 @@ def of_processes(values: np.ndarray, mesh: Mesh) -> dict[int, np.ndarray]:
 
     Examples:
         >>> from specjax.sharding import of_processes
-        >>> of_processes(np.array([3, 4]), specjax.make_mesh())
-        {0: array([3, 4])}
+        >>> of_processes(np.array([3, 4], np.int32), specjax.make_mesh())
+        {0: array([3, 4], dtype=int32)}
     """
     by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     local = values[None]
