@@ -68,7 +68,10 @@ def make_text(rng: np.random.Generator, count: int, vocab: int) -> np.ndarray:
 
 
 def rows_of(rng: np.random.Generator, text: np.ndarray, rows: int, length: int) -> RowTexts:
-    """Return rows of which each ends as a part of ``text`` does."""
+    """Return rows of which each ends as a part of ``text`` does.
+
+    Their last token, behind the stated lengths, is the root of a draft.
+    """
     starts = rng.integers(0, len(text) - length, rows)
     tokens = np.stack([text[start : start + length] for start in starts]).astype(np.int32)
     return RowTexts(jnp.asarray(tokens), jnp.full(rows, length - 1, jnp.int32))
@@ -91,7 +94,7 @@ def cases(config: SuffixIndexConfig, target: Target) -> dict[str, Callable[..., 
 
     def draft_with(shape: Any) -> Callable[[SuffixIndex, RowTexts], Draft]:
         def draft(index: SuffixIndex, texts: RowTexts) -> Draft:
-            root = texts.last(1)[:, 0]
+            root = jnp.take_along_axis(texts.tokens, texts.lengths[:, None], axis=1)[:, 0]
             drafter = Suffix(index, draft=shape)
             return drafter.propose(target, texts, root, sampling, keys, active)[0]
 
@@ -131,8 +134,13 @@ def measure(config: SuffixIndexConfig) -> dict[str, np.ndarray]:
     )
     functions = cases(config, target)
     batches = [rows_of(rng, text, config.rows, config.own_tokens) for _ in range(16)]
-    for function in functions.values():
-        jax.block_until_ready(function(index, batches[0]))  # compiles
+    for name, function in functions.items():
+        result = jax.block_until_ready(function(index, batches[0]))  # compiles
+        if isinstance(result, Draft):
+            assert result.valid is not None
+            drafted = int(result.valid[:, 1:].sum())
+            if drafted < config.rows:  # the rows are parts of the text
+                raise RuntimeError(f"{name}: {drafted} tokens are drafted in {config.rows} rows")
     times |= {name: [] for name in functions}
     for repeat in range(config.repeats):
         for name, function in functions.items():

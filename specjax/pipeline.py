@@ -18,6 +18,7 @@ from specjax import decoding, text
 from specjax.arguments import LARGEST
 from specjax.decoding.options import GenerationOptions, Grammars, Speculations, ThinkingBudgets
 from specjax.drafters import Drafter
+from specjax.drafters.corpus import as_files
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
@@ -91,7 +92,7 @@ def load(
     chat_template_kwargs: str | Settings = "",
     generation_config: Literal["auto"] | None = "auto",
     speculation: Stated = None,
-    corpus: Sequence[str | Path] = (),
+    corpus: str | Path | Sequence[str | Path] = (),
 ) -> "TextGenerator":
     """Load a target with its tokenizer, and a drafter for it.
 
@@ -119,7 +120,8 @@ def load(
             generation_config.json; they apply where a call gives none, see `TextGenerator`. None
             reads nothing, and the default is greedy. A loaded target has no such file.
         speculation: how far calls speculate that do not state it, see `settings`.
-        corpus: text files that the drafter "suffix" drafts from, of at most 16 MiB together.
+        corpus: text files that the drafter "suffix" drafts from, or one of them, of at most 16 MiB
+            together.
 
     Raises:
         InputError: an argument cannot be used. The message has its name, its value and the remedy.
@@ -182,7 +184,7 @@ def load(
 
 def _check_corpus(corpus: Any, drafter: Any) -> Sequence[str | Path]:
     """Return the argument ``corpus`` of `load` as a sequence; it needs a drafter's name."""
-    files = [corpus] if isinstance(corpus, str | Path) else list(corpus)
+    files = as_files(corpus)
     if files and (not isinstance(drafter, str | Path) or str(drafter) == "none"):
         raise InputError(
             f"corpus={[str(file) for file in files]}: it applies to drafters by name; give"

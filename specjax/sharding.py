@@ -117,6 +117,24 @@ def spans_processes(mesh: Mesh | None) -> bool:
     return mesh is not None and mesh.is_multi_process
 
 
+def of_processes(values: np.ndarray, mesh: Mesh) -> dict[int, np.ndarray]:
+    """Return the values of each process of a mesh by its number, the first device's first.
+
+    Every process that the mesh spans must call this, with an array of the same shape and type.
+
+    Examples:
+        >>> from specjax.sharding import of_processes
+        >>> of_processes(np.array([3, 4], np.int32), specjax.make_mesh())
+        {0: array([3, 4], dtype=int32)}
+    """
+    by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    local = values[None]
+    shape = mesh.size, *values.shape
+    stacked = to_host(jax.make_array_from_callback(shape, by_device, lambda _: local), mesh)
+    numbers = [device.process_index for device in mesh.devices.flat]
+    return {number: stacked[numbers.index(number)] for number in dict.fromkeys(numbers)}
+
+
 def everywhere(arrays: Any, mesh: Mesh | None) -> Any:
     """Replicate arrays to all processes of a mesh. Every one of these processes must call this."""
     if mesh is None or not spans_processes(mesh):

@@ -12,10 +12,10 @@ from importlib.metadata import version
 
 os.environ["SPECJAX_TYPECHECK"] = "1"  # before specjax is imported
 # All tests and workers of a run share what they compile, and nothing of an earlier run. It is set
-# before jax is imported. `.ci/run` names a folder for the runs of all its tiers.
+# before jax is imported. `.ci/run` names a folder for the runs of all its tiers, which must be new.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     if folder := os.environ.get("SPECJAX_TEST_PROGRAMS"):
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.abspath(folder)
     else:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specjax-tests-")
         atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

@@ -52,17 +52,32 @@ def test_cases_that_are_not_named_belong_to_the_full_tier(run) -> None:
     run(source, "-m", "full").assert_outcomes(passed=2, deselected=3)
 
 
+def slow_cases(names: str) -> str:
+    return CASES.format(names=names).replace(
+        "@pytest.mark.full_except", "@pytest.mark.full\n@pytest.mark.thorough_except"
+    )
+
+
 def test_cases_of_a_slow_test_that_are_not_named_are_thorough(run) -> None:
-    source = CASES.format(names="'chain'").replace("full_except", "thorough_except")
+    source = slow_cases("'chain'")
     run(source, "-m", "thorough").assert_outcomes(passed=2, deselected=3)
     run(source, "-m", "not thorough").assert_outcomes(passed=3, deselected=2)
 
 
-def test_a_named_case_must_exist(run) -> None:
-    result = run(CASES.format(names="'chain', 'tree'"))
+def test_a_test_with_thorough_cases_must_be_slow(run) -> None:
+    source = CASES.format(names="'chain'").replace("full_except", "thorough_except")
+    result = run(source)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "thorough_except is for tests that are marked full" in result.stderr.str()
+
+
+@pytest.mark.parametrize("marker", ["full_except", "thorough_except"])
+def test_a_named_case_must_exist(run, marker) -> None:
+    names = "'chain', 'tree'"
+    result = run(CASES.format(names=names) if marker == "full_except" else slow_cases(names))
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert (
-        "test_of_shapes: full_except names ['tree']; the cases are ['chain', 'dynamic', 'static']"
+        f"test_of_shapes: {marker} names ['tree']; the cases are ['chain', 'dynamic', 'static']"
         in result.stderr.str()
     )
 

@@ -4,7 +4,7 @@ A pytest plugin, loaded by ``conftest.py``. ``make test`` runs the tests without
 ``full``, ``thorough`` and ``browser``, ``make test-full`` those with ``full`` and without
 ``thorough``, and ``make test-thorough`` all of them. A parametrized test often needs only a few of
 its cases in the earlier tier. It names these by their ids, and all other cases are ``full``, or
-``thorough``:
+``thorough``. A test with ``thorough_except`` must be ``full``, so that no case skips a tier:
 
     @pytest.mark.full_except("chain", "dynamic")
     @pytest.mark.parametrize("shape", SHAPES)
@@ -24,7 +24,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark every case that `full_except` or `thorough_except` does not name.
 
     Raises:
-        pytest.UsageError: a named case does not exist.
+        pytest.UsageError: a named case does not exist, or a test has ``thorough_except`` without
+            ``full``.
     """
     for name, tier in TIERS.items():
         _mark_cases(config, items, name, tier)
@@ -37,6 +38,8 @@ def _mark_cases(config: pytest.Config, items: list[pytest.Item], name: str, tier
         marker = item.get_closest_marker(name)
         if marker is None:
             continue
+        if tier == "thorough" and item.get_closest_marker("full") is None:
+            raise pytest.UsageError(f"{item.nodeid}: {name} is for tests that are marked full")
         case = item.callspec.id if hasattr(item, "callspec") else ""
         test = item.nodeid.partition("[")[0]
         cases[test].add(case)

@@ -16,7 +16,7 @@ from specjax.cli.option_files import read_lines
 from specjax.decoding.options import GenerationOptions, bucket
 from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
-from specjax.drafters.registry import OWN_CLASS, load_drafter, takes_corpus
+from specjax.drafters.registry import OWN_CLASS, load_drafter, takes_corpus, without_corpus
 from specjax.drafts.names import parse_shape
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError, check_minimum
@@ -163,6 +163,9 @@ def run_evaluate(config: EvaluateConfig) -> int:
         generation_config=None,
     )
     options = replace(options, grammar=generator.compile_grammar(options.grammar))
+    names = [split_shape(name)[0] for name in config.drafter]
+    if config.corpus and not any(map(takes_corpus, names)):
+        raise without_corpus(" ".join(names), config.corpus)
     drafters = {name: _load(name, generator, options, config) for name in config.drafter}
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
     settings = {name: value for name, value in asdict(config).items() if name != "output"}
@@ -362,8 +365,7 @@ def _load(
     """Load a drafter, whose name may end with a shape: ``WHERE@chain:4``."""
     where, shape = split_shape(name)
     target, draft_shape = generator.target, parse_shape(shape) if where != name else None
-    # Of several drafters some may draft from the files.
-    takes_files = len(config.drafter) == 1 or (bool(config.corpus) and takes_corpus(where))
+    takes_files = bool(config.corpus) and takes_corpus(where)  # others may be among the drafters
     drafter = load_drafter(
         *(where, draft_shape, target.config, target.dtype, target.mesh, generator.tokenizer),
         weights=config.weights,

@@ -36,7 +36,8 @@ class ServeConfig:
         drafter: the drafter, as for generate: METHOD:WHERE, or the directory or hub id of a
             checkpoint; "none" for plain decoding.
         corpus: text files that the drafter suffix drafts from beside each text itself, of at most
-            16 MiB together. They are the same for all requests.
+            16 MiB together. They are the same for all requests. Clients that draft themselves do
+            not get them.
         drafts: draft shapes among which the engine chooses by load, such as none chain:3
             chain:6; "auto" lets the engine choose the shapes. With "clients" among them, clients
             may draft themselves (/v1/drafts), with the same drafter. With only "clients", or no

@@ -1,11 +1,12 @@
 """Text files that a drafter drafts from, as tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax import text
 from specjax.errors import InputError
+from specjax.plain_text import PlainText, tags_of
 
 LARGEST_CORPUS = 16 * 2**20
 """The maximum number of bytes of all files together."""
@@ -13,8 +14,32 @@ LARGEST_CORPUS = 16 * 2**20
 _PIECE = 2**18  # characters: tokenizers take many times the memory of a text
 
 
+def as_files(corpus: Any) -> tuple[str | Path, ...]:
+    """Return the argument ``corpus`` as a tuple of paths. A single path is one file.
+
+    Raises:
+        InputError: It is neither a path nor a sequence of paths.
+
+    Examples:
+        >>> from specjax.drafters.corpus import as_files
+        >>> as_files("notes.txt")
+        ('notes.txt',)
+        >>> as_files(5)
+        Traceback (most recent call last):
+        specjax.errors.InputError: corpus=5: give paths of text files, or () for none
+    """
+    if isinstance(corpus, str | Path):
+        return (corpus,)
+    is_sequence = isinstance(corpus, Sequence) and not isinstance(corpus, bytes | bytearray)
+    if not is_sequence or not all(isinstance(file, str | Path) for file in corpus):
+        raise InputError(f"corpus={corpus!r}: give paths of text files, or () for none")
+    return tuple(corpus)
+
+
 def read_corpus(files: Sequence[str | Path], tokenizer: Any, vocab_size: int) -> list[list[int]]:
     """Return the token ids of some text files, one list for each.
+
+    What spells a special token in a file is characters, as it is in a message.
 
     Args:
         files: the paths of UTF-8 files, of at most `LARGEST_CORPUS` bytes together.
@@ -53,34 +78,62 @@ def read_corpus(files: Sequence[str | Path], tokenizer: Any, vocab_size: int) ->
             f"corpus={str(largest)!r}: the files have {sum(sizes):,} bytes together, and this is"
             f" the largest; give at most {LARGEST_CORPUS:,}, those that answers resemble most"
         )
-    return [_read(file, tokenizer, vocab_size) for file in files]
+    encode = _encoder(tokenizer)
+    texts, budget = [], LARGEST_CORPUS
+    for file in files:
+        content = _read(file, budget)
+        budget -= len(content)
+        texts.append(_encode(file, content, encode, vocab_size))
+    return texts
 
 
 def _size(file: str | Path) -> int:
     try:
         path = Path(file).expanduser()
-        if path.is_dir():
-            raise InputError(f"corpus={str(file)!r}: a directory; give text files")
-        return path.stat().st_size
+        is_directory, size = path.is_dir(), path.stat().st_size
     except (OSError, ValueError, RuntimeError) as error:
         raise _unreadable(file, error) from error
+    if is_directory:
+        raise InputError(f"corpus={str(file)!r}: a directory; give text files")
+    return size
 
 
-def _read(file: str | Path, tokenizer: Any, vocab_size: int) -> list[int]:
+def _read(file: str | Path, budget: int) -> bytes:
+    """Return the content of a file that may have ``budget`` bytes."""
     try:
         with Path(file).expanduser().open("rb") as stream:
-            # No more than was allowed: a file may have grown, or have no size at all.
-            content = stream.read(LARGEST_CORPUS).decode("utf-8")
+            content = stream.read(budget + 1)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    if len(content) > budget:  # the file has grown, or its size is not stated
+        raise InputError(
+            f"corpus={str(file)!r}: with it the files have more than {LARGEST_CORPUS:,} bytes"
+            " together; give at most as many, those that answers resemble most"
+        )
+    return content
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Return the function that encodes text as messages are encoded: without special tokens."""
+    if tags_of(tokenizer) is None:  # nothing says which texts are special tokens
+        return lambda piece: text.encode_continuation(tokenizer, piece)
+    return PlainText(tokenizer).encode
+
+
+def _encode(
+    file: str | Path, content: bytes, encode: Callable[[str], list[int]], vocab_size: int
+) -> list[int]:
+    """Return the token ids of the content of a file."""
+    try:
+        characters = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
             f"corpus={str(file)!r}: no UTF-8 text at byte {error.start}; give text files"
         ) from error
-    except OSError as error:
-        raise _unreadable(file, error) from error
     tokens = []
-    for start in range(0, len(content), _PIECE):
+    for start in range(0, len(characters), _PIECE):
         # A word that is cut here has other tokens, which only costs a draft.
-        tokens += text.encode_continuation(tokenizer, content[start : start + _PIECE])
+        tokens += encode(characters[start : start + _PIECE])
     if max(tokens, default=0) >= vocab_size:
         raise InputError(
             f"corpus={str(file)!r}: its largest token id is {max(tokens)}, but the target has"

@@ -8,6 +8,7 @@ be imported has the name ``package.module:Class@DIRECTORY``. No code is ever loa
 checkpoint.
 """
 
+import hashlib
 import importlib
 import os
 import re
@@ -19,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from specjax import sharding, stores, text
+from specjax import processes, sharding, stores, text
 from specjax.drafters import chat_variables
 from specjax.drafters.base import RULES_PAGE, Drafter
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
-from specjax.drafters.corpus import read_corpus
+from specjax.drafters.corpus import as_files, read_corpus
 from specjax.drafters.methods.compressed_cache import CompressedCache
 from specjax.drafters.methods.dflash import DFlash
 from specjax.drafters.methods.dflash2 import DFlash2
@@ -45,7 +47,7 @@ from specjax.drafters.methods.prompt_lookup import PromptLookup
 from specjax.drafters.methods.suffix import Suffix
 from specjax.drafters.methods.token_recycling import TokenRecycling
 from specjax.drafters.shared_vocabulary import Asked, share
-from specjax.drafters.suffix_index import SuffixIndex
+from specjax.drafters.suffix_index import SuffixIndex, roomy_capacity
 from specjax.drafters.together import Together
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
@@ -193,12 +195,49 @@ def _make_suffix(request: DrafterRequest) -> Drafter:
     drafter.check_draft()
     if not request.corpus:
         return drafter
-    texts = read_corpus(request.corpus, request.tokenizer, request.target.vocab_size)
-    index = SuffixIndex.of(texts)
+    texts = _read_alike(request)
+    # With room, so that an edit of a file needs no other programs.
+    index = SuffixIndex.of(texts, roomy_capacity(sum(len(ids) + 1 for ids in texts)))
     if request.mesh is not None:
         everywhere = sharding.named(request.mesh, (), {})
         index = jax.tree.map(lambda values: sharding.put(values, everywhere), index)
     return replace(drafter, index=index)
+
+
+def _read_alike(request: DrafterRequest) -> list[list[int]]:
+    """Return the tokens of a request's files, which must be the same in all processes of the mesh.
+
+    Every process takes part in the comparison, also one that cannot read its files: the others
+    would wait for it.
+    """
+    corpus, mesh = request.corpus, request.mesh
+    arguments = corpus, request.tokenizer, request.target.vocab_size
+    if mesh is None or not sharding.spans_processes(mesh):
+        return read_corpus(*arguments)
+    failure, texts = None, []
+    try:
+        texts = read_corpus(*arguments)
+    except InputError as error:
+        failure = error
+    processes.meet("corpus")  # one process may have read from a slower disk
+    digest = hashlib.sha256()
+    for ids in texts:
+        digest.update(np.array([len(ids), *ids]).tobytes())
+    facts = np.frombuffer(bytes([failure is not None]) + digest.digest(), np.uint8)
+    all_facts = sharding.of_processes(facts, mesh)
+    if failure is not None:
+        raise failure
+    what = f"corpus={[str(file) for file in corpus]}: process"
+    if failed := [process for process, values in all_facts.items() if values[0]]:
+        raise InputError(f"{what} {failed[0]} cannot read the files; its own error has the reason")
+    first, *_ = all_facts
+    for process, values in all_facts.items():
+        if not np.array_equal(values, all_facts[first]):
+            raise InputError(
+                f"{what} {process} has other tokens than process {first}; give all processes the"
+                " same files and the same tokenizer"
+            )
+    return texts
 
 
 def _make_token_recycling(request: DrafterRequest) -> Drafter:
@@ -311,7 +350,7 @@ def load_drafter(
     mesh: Mesh | None = None,
     tokenizer: Any = None,
     weights: schemes.Weights = schemes.AS_STORED,
-    corpus: Sequence[str | Path] = (),
+    corpus: str | Path | Sequence[str | Path] = (),
 ) -> Drafter:
     """Load the drafter with a name.
 
@@ -330,8 +369,8 @@ def load_drafter(
             vocabulary; with ``draft-model-intersect:WHERE`` any overlap is enough. If the drafter
             was trained on chats with other variables of the chat template, there is a warning.
         weights: the quantization of the weights, as for `Target.from_pretrained`.
-        corpus: text files that ``suffix`` drafts from, of at most 16 MiB together. They need the
-            ``tokenizer``.
+        corpus: text files that ``suffix`` drafts from, or one of them, of at most 16 MiB together.
+            They need the ``tokenizer``. All processes of a mesh must have the same files.
 
     Raises:
         InputError: There is no such method or checkpoint, or it does not fit the target. The error
@@ -347,13 +386,14 @@ def load_drafter(
         Traceback (most recent call last):
         specjax.errors.InputError: drafter='eagle4': no method of that name, no directory and ...
     """
+    corpus = as_files(corpus)
     names = split_name(name)
     if len(names) > 1:
         arguments = target, dtype, mesh, tokenizer, weights
         return _load_together(names, name, draft, arguments, corpus)
     method, where, files = find(name)
     if corpus and not method.takes_corpus:
-        raise _without_corpus(name, corpus)
+        raise without_corpus(name, corpus)
     if tokenizer is not None and method.recognises is not None and not method.translates:
         files = hub.open_checkpoint(files or where, weights=False)
         if text.has_tokenizer(files.directory):
@@ -362,7 +402,7 @@ def load_drafter(
     drafter = method.make(
         DrafterRequest(
             *(name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings, files),
-            corpus=tuple(corpus),
+            corpus=corpus,
         )
     )
     if tokenizer is not None and method.recognises is not None:
@@ -380,7 +420,7 @@ def _load_together(
 ) -> Together:
     """Load several drafters that draft together. ``arguments`` are the others of `load_drafter`."""
     if corpus and not takes_corpus(name):
-        raise _without_corpus(name, corpus)
+        raise without_corpus(name, corpus)
     union = None if draft is None else as_shape(draft)
     if union is None:
         shapes = (None,) * len(names)
@@ -399,7 +439,14 @@ def _load_together(
     return Together(tuple(parts), draft=union)
 
 
-def _without_corpus(name: str, corpus: Sequence[str | Path]) -> InputError:
+def without_corpus(name: str, corpus: Sequence[str | Path]) -> InputError:
+    """Return the error for files that are given to a drafter, with this name, that reads none.
+
+    Examples:
+        >>> from specjax.drafters.registry import without_corpus
+        >>> print(str(without_corpus("prompt-lookup", ["a.txt"])).partition(";")[0])
+        corpus=['a.txt']: drafter='prompt-lookup' reads no files
+    """
     takes = [method for method, entry in METHODS.items() if entry.takes_corpus]
     return InputError(
         f"corpus={[str(file) for file in corpus]}: drafter={name!r} reads no files; use the drafter"

@@ -33,6 +33,9 @@ CONTEXT_LENGTHS = tuple(range(LONGEST_CONTEXT, SHORTEST_CONTEXT - 1, -1))
 SORTED_TOKENS = 2 * LONGEST_CONTEXT
 """The number of tokens by which positions are sorted: a context, and as many tokens after it."""
 
+LARGEST_TOKEN = 2**31 - 1
+"""The largest token id that the arrays hold."""
+
 NO_TOKEN = -1
 """The id in the array of tokens after the end of a text. No token has it."""
 
@@ -47,6 +50,7 @@ class SuffixIndex:
         order: ``[M]`` int32, the positions of all tokens, sorted by the `SORTED_TOKENS` tokens from
             there on. Among equals the earlier position is first. The first ``size`` are valid.
         size: a scalar int32, the number of tokens.
+        largest: a scalar int32, the largest token id; `NO_TOKEN` if there is no token.
 
     Examples:
         >>> from specjax.drafters.suffix_index import SuffixIndex
@@ -63,6 +67,7 @@ class SuffixIndex:
     tokens: jax.Array
     order: jax.Array
     size: jax.Array
+    largest: jax.Array
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], capacity: int | None = None) -> "SuffixIndex":
@@ -77,7 +82,11 @@ class SuffixIndex:
         Raises:
             InputError: The texts do not fit, or have an id that is no token.
         """
-        parts = [part for text in texts for part in (np.asarray(text, np.int64), [NO_TOKEN])]
+        try:
+            parts = [part for text in texts for part in (np.asarray(text, np.int64), [NO_TOKEN])]
+        except OverflowError as error:  # an id that needs more than 64 bits
+            ids = (int(token) for text in texts for token in text)
+            raise _beyond(next(it for it in ids if not 0 <= it <= LARGEST_TOKEN)) from error
         joined = np.concatenate([*parts, []]).astype(np.int64)
         capacity = max(len(joined), 1) if capacity is None else capacity
         if not len(joined) <= capacity < 2**31 - 1:
@@ -91,12 +100,16 @@ class SuffixIndex:
                 f"texts: the smallest token id is {joined.min()}, or there is {NO_TOKEN}; ids begin"
                 " at 0"
             )
+        largest = joined.max(initial=NO_TOKEN)
+        if largest > LARGEST_TOKEN:
+            raise _beyond(int(largest))
         tokens = np.full(capacity + 1, NO_TOKEN, np.int32)
         tokens[: len(joined)] = joined
         order = sorted_positions(tokens[: len(joined)])
         order = order[is_token[order]]  # no search begins at the end of a text
         order = np.pad(order, (0, len(tokens) - len(order)))
-        return cls(jnp.asarray(tokens), jnp.asarray(order), jnp.int32(np.sum(is_token)))
+        size = jnp.int32(np.sum(is_token))
+        return cls(jnp.asarray(tokens), jnp.asarray(order), size, jnp.int32(largest))
 
     @property
     def capacity(self) -> int:
@@ -180,6 +193,26 @@ class SuffixIndex:
         following = self.tokens[jnp.minimum(position, self.tokens.shape[0] - 1)]
         goes_on = jnp.cumsum(following == NO_TOKEN, axis=-1) == 0
         return jnp.where(goes_on & exists[..., None], following, NO_TOKEN), exists
+
+
+def _beyond(token: int) -> InputError:
+    return InputError(f"texts: the token id {token}; give ids from 0 to {LARGEST_TOKEN}")
+
+
+def roomy_capacity(count: int) -> int:
+    """Return a capacity for ``count`` tokens that texts of nearly the same size share.
+
+    It is rounded up to an eighth of a power of two, so at most an eighth of it is added. A small
+    edit of a text then rarely needs another compilation.
+
+    Examples:
+        >>> from specjax.drafters.suffix_index import roomy_capacity
+        >>> [roomy_capacity(count) for count in (5, 1024, 1025, 1_000_000)]
+        [1024, 1024, 1152, 1048576]
+    """
+    count = max(count, 1024)
+    step = 2 ** ((count - 1).bit_length() - 4)
+    return -(-count // step) * step
 
 
 def sorted_positions(tokens: np.ndarray) -> np.ndarray:

@@ -110,6 +110,11 @@ def test_a_protocol_is_followed_and_differences_are_stated(
         (["--drafter", "prompt-lookup", "prompt-lookup"], "none twice"),
         (["--questions", "nowhere.jsonl"], "questions='nowhere.jsonl'"),
         (["--drafter", "prompt-lookup@square"], "square"),
+        (["--corpus", "a.txt"], "drafter='prompt-lookup' reads no files"),
+        (
+            ["--corpus", "a.txt", "--drafter", "prompt-lookup", "token-recycling@chain:2"],
+            "drafter='prompt-lookup token-recycling' reads no files",
+        ),
         (
             ["--drafter", "prompt-lookup", "embedded:draft@eagle", "--rule", "block"],
             "rule='block': verifies chains, but the draft",

@@ -34,3 +34,10 @@ def test_two_processes_find_what_one_does(tmp_path, look) -> None:
     # Plain decoding is fastest, but not by the clock of process 1.
     assert next(iter(alone["speedups"])) == "None"
     assert alone["survival"][0] > 0
+    differs = "corpus=['FILE']: process 1 has other tokens than process 0; give all processes the"
+    differs += " same files and the same tokenizer"
+    unread = "corpus=['FILE']: process 1 cannot read the files; its own error has the reason"
+    missing = "corpus='FILE': No such file or directory; give text files"
+    for process, message in enumerate((unread, missing)):
+        messages = json.loads((tmp_path / f"{process}.messages").read_text())
+        assert messages == ["", differs, message]

@@ -21,7 +21,9 @@ from jax.sharding import Mesh
 import specjax
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, PromptLookup
+from specjax.drafters.registry import load_drafter
 from specjax.drafts.shapes import Chain
+from specjax.errors import InputError
 from specjax.grammars import CompiledGrammar, GrammarCompiler
 from specjax.planning import costs
 from specjax.planning.choice import compare_drafts
@@ -95,6 +97,26 @@ def decode(
     return results | {"speedups": speedups, "survival": compared.acceptance.survival}
 
 
+def corpus_errors(directory: Path, mesh: Mesh, process: int) -> list[str]:
+    """Return the messages of files that differ between the processes, or are in one of them."""
+
+    def letters(piece: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - ord("a") for letter in piece]}
+
+    messages, config = [], specjax.Target.from_pretrained(directory / "target").config
+    for name, texts in (("same", ("abc", "abc")), ("differs", ("abc", "abd")), ("one", ("ab", ""))):
+        file = directory / f"{name}-{process}"
+        if texts[process]:
+            file.write_text(texts[process])
+        try:
+            load_drafter("suffix", 2, config, None, mesh, letters, corpus=file)
+        except InputError as error:
+            messages.append(str(error).replace(str(file), "FILE"))
+        else:
+            messages.append("")
+    return messages
+
+
 def as_lists(arrays: Any) -> Any:
     """Return the leaves of ``arrays`` as nested lists."""
     return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(arrays)]
@@ -113,6 +135,8 @@ def main(directory: Path, coordinator: str, process: int) -> None:
             directory, make_mesh(model=2), drafting, choose=False, look=(directory / LOOK).exists()
         ),
     }
+    messages = corpus_errors(directory, make_mesh(data=2), process)
+    (directory / f"{process}.messages").write_text(json.dumps(messages))
     if process == 0:  # a model on a process's own device waits for no other process
         assert costs.agreed(np.ones(1), make_mesh(devices=jax.local_devices())) == 1
     (directory / f"{process}.json").write_text(json.dumps(results))

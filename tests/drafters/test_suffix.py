@@ -1,5 +1,6 @@
 """Compare the drafts from earlier text with slow, obvious ones."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -34,14 +35,14 @@ SAMPLES, ROWS, LONGEST = 4, 30, 64
 
 
 @partial(jax.jit, static_argnames="rule")
-def propose(drafter, texts: RowTexts, seed=0, rule="independent"):
+def propose(drafter, texts: RowTexts, seed=0, rule="independent", is_active=True):
     """Draft below the last token of each row."""
     rows = Sampling(temperature=float(rule == "coupled")).rows(len(texts.lengths), rule)
     keys = jax.random.split(jax.random.key(seed), len(texts.lengths))
     keys = position_keys(keys, jnp.broadcast_to(jnp.arange(8)[:, None], (8, len(keys))))
     last = texts.last(1)[:, 0]
     state = replace(texts, lengths=texts.lengths - 1)
-    is_active = jnp.ones(len(texts.lengths), bool)
+    is_active = jnp.broadcast_to(is_active, texts.lengths.shape)
     return drafter.propose(tiny_target(), state, last, rows, keys, is_active)[0]
 
 
@@ -221,11 +222,26 @@ def test_the_state_follows_the_text(target) -> None:
         np.testing.assert_array_equal(state.drafter.tokens[row, : length - 1], expected)
 
 
+def test_rows_that_have_finished_draft_nothing() -> None:
+    index = SuffixIndex.of([[1, 2, 5, 6]], 300)
+    drafter = Suffix(index, 0.0, SAMPLES, Chain(1))
+    draft = propose(drafter, texts_of([[1, 2], [1, 2]]), is_active=jnp.array([True, False]))
+    assert draft.valid.tolist() == [[True, True], [True, False]]
+
+
 def test_what_cannot_be_is_refused(target) -> None:
+    vocab = target.config.vocab_size
     for wrong, message in (
-        (Suffix(least_share=1.5), "least_share=1.5"),
-        (Suffix(samples=0), "samples=0"),
+        (Suffix(least_share=1.5), "Suffix(least_share=1.5): must be from 0 to 1"),
+        (Suffix(samples=0), "Suffix(samples=0): must be from 1 to 64"),
+        (Suffix(samples=65), "Suffix(samples=65): must be from 1 to 64"),
+        (
+            Suffix.of_texts([[1, vocab]]),
+            f"Suffix(index=…): its largest token id is {vocab}, but the target has {vocab} tokens;"
+            " give texts of the target's own tokenizer",
+        ),
         (Suffix(draft=SampledTree((2, 2))), "looked up and not sampled"),
     ):
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(InputError, match=re.escape(message)):
             specjax.generate(target, wrong, [[1]])
+    Suffix.of_texts([[1, vocab - 1]]).check(target)

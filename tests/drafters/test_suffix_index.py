@@ -10,6 +10,7 @@ from specjax.drafters.suffix_index import (
     LONGEST_CONTEXT,
     SORTED_TOKENS,
     SuffixIndex,
+    roomy_capacity,
     sorted_positions,
 )
 from specjax.errors import InputError
@@ -160,3 +161,16 @@ def test_texts_that_do_not_fit_are_refused() -> None:
     for wrong in ([[1, -1]], [[-2]]):
         with pytest.raises(InputError, match="smallest token id"):
             SuffixIndex.of(wrong)
+    for token in (2**31, 2**70, -(2**70)):
+        with pytest.raises(InputError) as caught:
+            SuffixIndex.of([[1], [2, token]])
+        assert str(caught.value) == f"texts: the token id {token}; give ids from 0 to 2147483647"
+    assert SuffixIndex.of([[1], [2**31 - 1]]).largest == 2**31 - 1
+
+
+def test_a_capacity_has_little_room() -> None:
+    for count in (0, 1, 1024, *range(1025, 70_000, 97)):
+        capacity = roomy_capacity(count)
+        assert max(count, 1024) <= capacity <= max(count, 1024) * 9 / 8
+        assert roomy_capacity(capacity) == capacity
+    assert len({roomy_capacity(count) for count in range(1025, 2049)}) == 8

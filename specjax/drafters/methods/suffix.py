@@ -34,6 +34,9 @@ from specjax.sampling import RowSampling
 OWN_OCCURRENCES = 4
 """The number of occurrences in the row's own text that count: the latest ones."""
 
+MOST_SAMPLES = 64
+"""The largest number of occurrences in the index that count: memory grows with its square."""
+
 _Paths = tuple[jax.Array, jax.Array]
 """Of the nodes of a frontier, the occurrences that go on as they do, and the shares below them."""
 
@@ -55,6 +58,7 @@ class Suffix(Drafter[RowTexts]):
         least_share: a path is drafted only if the product of its shares is at least this. From 0
             to 1.
         samples: the number of occurrences in the index that count, for each of the two contexts.
+            From 1 to `MOST_SAMPLES`.
         draft: the shape of the drafts: any but a `SampledTree`, because tokens are looked up and
             not sampled.
 
@@ -94,8 +98,14 @@ class Suffix(Drafter[RowTexts]):
     def check(self, target: Target) -> None:
         if not 0 <= self.least_share <= 1:
             raise InputError(f"Suffix(least_share={self.least_share}): must be from 0 to 1")
-        if self.samples < 1:
-            raise InputError(f"Suffix(samples={self.samples}): must be at least 1")
+        if not 1 <= self.samples <= MOST_SAMPLES:
+            raise InputError(f"Suffix(samples={self.samples}): must be from 1 to {MOST_SAMPLES}")
+        vocab = target.config.vocab_size
+        if self.index is not None and (largest := int(self.index.largest)) >= vocab:
+            raise InputError(
+                f"Suffix(index=…): its largest token id is {largest}, but the target has {vocab}"
+                " tokens; give texts of the target's own tokenizer"
+            )
         self.check_draft()
 
     def check_draft(self) -> None:
@@ -167,11 +177,14 @@ class Suffix(Drafter[RowTexts]):
 
         members = after.all_members()
         first, shares = children(members, jnp.ones(members.shape[:2]), 0, None)
-        # Looking up costs little, so the levels need not be a loop.
-        draft, _, _ = expand(
-            shape, read, first, (members, shares), root, sampling, keys, active, in_loop=False
-        )
-        exists = draft.tokens != NO_CANDIDATE
+        # The levels are a loop, in which the root's values have the shape of a frontier's. Only the
+        # first of them is read.
+        widened = (members.shape[0], shape.width, members.shape[2])
+        state_at_root = jnp.broadcast_to(members, widened), jnp.broadcast_to(shares, widened)
+        draft, _, _ = expand(shape, read, first, state_at_root, root, sampling, keys, active)
+        # Rows that have finished draft nothing, so that fewer nodes are computed.
+        exists = (draft.tokens != NO_CANDIDATE) & active[:, None]
+        exists = exists.at[:, 0].set(True)  # the root
         valid = exists if draft.valid is None else exists & draft.valid
         draft = replace(draft, tokens=jnp.maximum(draft.tokens, 0), valid=valid)
         if not isinstance(shape, Chain):
