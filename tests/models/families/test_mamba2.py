@@ -224,7 +224,7 @@ def test_the_layers_of_bamba_with_attention_are_named_within_the_model(indices) 
 
 
 def test_granite_without_experts_has_none_per_token() -> None:
-    """Check that its file may have 0 for both, as what is written has; with experts 0 is refused."""
+    """Check that its file may have 0 for both, as what is written has; with experts it may not."""
     without = GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0}
     config = config_json.parse_config(without)
     assert (config.moe, config.intermediate_size) == (None, 1536)
