@@ -24,6 +24,8 @@ REQUESTS: list[str] = _CONVERSATION["requests"]
 CALLS: list[dict[str, Any]] = _CONVERSATION["calls"]
 PEOPLE: list[str] = _CONVERSATION["people"]
 NOTES: dict[str, str] = _CONVERSATION["notes"]
+LONGEST = 512
+"""The most tokens of an answer about people, which a small model may not end by itself."""
 DECLARED: list[dict[str, Any]] = _CONVERSATION["tools"]
 """The tools that the conversation declares: names, descriptions and parameters."""
 

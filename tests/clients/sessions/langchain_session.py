@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from common import ADDRESS, DECLARED, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note, run
+from common import ADDRESS, DECLARED, LONGEST, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note, run
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.tools import StructuredTool, tool
 from langchain_openai import ChatOpenAI
@@ -61,7 +61,12 @@ class Person(BaseModel):
 def people(method: Any, **options: Any) -> list[str]:
     """Return the names and ages of answers of a type."""
     chat = ChatOpenAI(
-        model=MODEL, base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0, **options
+        model=MODEL,
+        base_url=f"{ADDRESS}/v1",
+        api_key="none",
+        max_retries=0,
+        max_tokens=LONGEST,
+        **options,
     )
     persons = [
         chat.with_structured_output(Person, method=method).invoke(request) for request in PEOPLE

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import litellm
-from common import ADDRESS, FUNCTIONS, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, run
+from common import ADDRESS, FUNCTIONS, LONGEST, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, run
 from pydantic import BaseModel
 
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
@@ -55,6 +55,7 @@ def people() -> list[str]:
             api_base=f"{ADDRESS}/v1",
             messages=[{"role": "user", "content": request}],
             response_format=Person,
+            max_tokens=LONGEST,
         )
         person = Person.model_validate_json(answer.choices[0].message.content)
         answers.append(f"{person.name}, {person.age}")
@@ -73,6 +74,7 @@ def required(provider: str, base: str) -> list[str]:
             messages=[{"role": "user", "content": request}],
             tools=[{"type": "function", "function": tool}],
             tool_choice="required",
+            max_tokens=LONGEST,
         )
         (call,) = answer.choices[0].message.tool_calls
         person = Person.model_validate_json(call.function.arguments)

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from anthropic import AsyncAnthropic
-from common import ADDRESS, DECLARED, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note, run
+from common import ADDRESS, DECLARED, LONGEST, MODEL, PEOPLE, REQUESTS, SYSTEM, hold, read_note, run
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, Tool, ToolOutput
@@ -47,7 +47,7 @@ class Person(BaseModel):
 
 
 async def _people(model: Any, output: Any) -> list[str]:
-    agent = Agent(model, output_type=output)
+    agent = Agent(model, output_type=output, model_settings={"max_tokens": LONGEST})
     history: Any = []
     answers = []
     for request in PEOPLE:
