@@ -165,7 +165,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         engine(tokenizer=None)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_log_probabilities_and_predictions_beside_and_under_a_grammar() -> None:
     """Compare each request with the same one alone, in an engine without grammars."""
     options = {"max_new_tokens": 12, "temperature": 1.0, "eos_token_ids": (END,)}

@@ -126,13 +126,9 @@ def plain_texts(target: Any) -> list[list[int]]:
 @pytest.mark.full
 @pytest.mark.thorough_except(
     "hybrid, modules",
-    "hybrid, a tree",
     "latents, EAGLE-3",
     "windows, a draft model",
-    "layers that share",
-    "experts, heads",
     "8-bit cache",
-    "streaming",
     "another vocabulary",
     "attention over layers",
     "paused",

@@ -214,8 +214,8 @@ def check(draft: Any, count: int, seed: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("draft", "count"),
     [
-        (Chain(3), 300),
-        (DynamicTree(top_k=3, depth=3, nodes=8), 200),
+        (Chain(3), 150),
+        (DynamicTree(top_k=3, depth=3, nodes=8), 100),
         pytest.param(Chain(3), 1_000, marks=pytest.mark.thorough),
     ],
 )
