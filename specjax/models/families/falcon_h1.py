@@ -3,21 +3,13 @@
 Constant factors multiply inputs and outputs of both, of the MLP and of embeddings and logits.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from specjax.models.config import LayerFactors, ModelConfig
 from specjax.models.families import mamba2
 from specjax.models.families.base import Family
-from specjax.models.fields import (
-    CheckpointError,
-    Field,
-    Fields,
-    FieldTable,
-    JsonObject,
-    flag,
-    number,
-    whole,
-)
+from specjax.models.fields import Field, Fields, FieldTable, JsonObject, flag, number, whole
 from specjax.models.memory import Mamba2
 
 
@@ -56,23 +48,11 @@ _FIELDS: FieldTable = {
 
 def _parse(fields: Fields) -> dict[str, Any]:
     inner = fields["mamba_d_ssm"] or fields["mamba_expand"] * fields["hidden_size"]
-    heads, dim = fields["mamba_n_heads"], fields["mamba_d_head"]
-    dim = inner // heads if dim == "auto" else dim
-    if dim * heads != inner:
-        raise CheckpointError(
-            f"mamba_d_head={dim}: mamba_n_heads={heads} of them must have {inner} numbers"
-        )
     before = "before_gate" if fields["mamba_norm_before_gate"] else "after_gate"
     gate, down = fields["mlp_multipliers"] or (1.0, 1.0)
     return {
-        "linear": Mamba2(
-            key_heads=fields["mamba_n_groups"],
-            value_heads=heads,
-            key_dim=fields["mamba_d_state"],
-            value_dim=dim,
-            kernel=fields["mamba_d_conv"],
-            convolution_bias=fields["mamba_conv_bias"],
-            projection_bias=fields["mamba_proj_bias"],
+        "linear": replace(
+            mamba2.parse_sizes(fields, inner),
             output_bias=fields["projectors_bias"],
             norm=before if fields["mamba_rms_norm"] else "none",
             beside_attention=True,
@@ -103,13 +83,7 @@ def _format(config: ModelConfig) -> JsonObject:
         return raw
     return raw | {
         "mamba_d_ssm": sizes.value_heads * sizes.value_dim,
-        "mamba_n_heads": sizes.value_heads,
-        "mamba_d_head": sizes.value_dim,
-        "mamba_n_groups": sizes.key_heads,
-        "mamba_d_state": sizes.key_dim,
-        "mamba_d_conv": sizes.kernel,
-        "mamba_conv_bias": sizes.convolution_bias,
-        "mamba_proj_bias": sizes.projection_bias,
+        **mamba2.format_heads(sizes),
         "projectors_bias": sizes.output_bias,
         "mamba_rms_norm": sizes.norm != "none",
         "mamba_norm_before_gate": sizes.norm != "after_gate",

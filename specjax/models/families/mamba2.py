@@ -103,18 +103,24 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def parse_sizes(fields: Fields) -> Mamba2:
+def parse_sizes(fields: Fields, inner: int | None = None) -> Mamba2:
     """Return the sizes that `FIELDS` describe.
 
+    Args:
+        fields: the fields of config.json.
+        inner: the size of all heads together; None for that of the expanded hidden state.
+
     Raises:
-        CheckpointError: The heads do not have the size of the expanded hidden state.
+        CheckpointError: The heads do not have this size.
     """
-    inner, heads = fields["mamba_expand"] * fields["hidden_size"], fields["mamba_n_heads"]
+    required, heads = str(inner), fields["mamba_n_heads"]
+    if inner is None:
+        inner = fields["mamba_expand"] * fields["hidden_size"]
+        required = f"mamba_expand * hidden_size={inner}"
     dim = inner // heads if fields["mamba_d_head"] == "auto" else fields["mamba_d_head"]
     if dim * heads != inner:
         raise CheckpointError(
-            f"mamba_d_head={dim}: mamba_n_heads={heads} of them must have"
-            f" mamba_expand * hidden_size={inner} numbers"
+            f"mamba_d_head={dim}: mamba_n_heads={heads} of them must have {required} numbers"
         )
     return Mamba2(
         key_heads=fields["mamba_n_groups"],
@@ -142,13 +148,17 @@ def format_sizes(config: ModelConfig) -> JsonObject:
             f"linear: {sizes.value_heads} heads of {sizes.value_dim}: must have a multiple of"
             f" hidden_size={config.hidden_size} numbers in a {config.model_type} checkpoint"
         )
+    return format_heads(sizes) | {"mamba_expand": inner // config.hidden_size}
+
+
+def format_heads(sizes: Mamba2) -> JsonObject:
+    """Return the fields of config.json about heads, the convolution and biases."""
     return {
         "mamba_n_heads": sizes.value_heads,
         "mamba_d_head": sizes.value_dim,
         "mamba_n_groups": sizes.key_heads,
         "mamba_d_state": sizes.key_dim,
         "mamba_d_conv": sizes.kernel,
-        "mamba_expand": inner // config.hidden_size,
         "mamba_conv_bias": sizes.convolution_bias,
         "mamba_proj_bias": sizes.projection_bias,
     }
