@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters.base import append_tokens
+from specjax.drafters.base import Drafter, RemoteFeatures, append_tokens
+from specjax.models.transformer import Target
 
 
 @struct.dataclass
@@ -85,3 +86,20 @@ class RowTexts:
         rows = jnp.arange(self.tokens.shape[0])[:, None, None]
         period = jnp.maximum(self.lengths[:, None] - starts, 1)[..., None]
         return self.tokens[rows, starts[..., None] + jnp.arange(depth) % period]
+
+
+class TextSearch(Drafter[RowTexts]):
+    """A drafter that searches the text of each row, and needs nothing else of the target.
+
+    It also drafts elsewhere, where it has the committed tokens alone.
+    """
+
+    def start(self, target: Target, batch: int, capacity: int) -> RowTexts:
+        return RowTexts.empty(batch, capacity)
+
+    @property
+    def drafts_elsewhere(self) -> bool:
+        return True
+
+    def append_remote(self, target: Target, state: RowTexts, told: RemoteFeatures) -> RowTexts:
+        return state.append(told.tokens, told.count)

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters.base import Drafter, RemoteFeatures
-from specjax.drafters.text_search import RowTexts
+from specjax.drafters.text_search import RowTexts, TextSearch
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, halvings
 from specjax.errors import InputError
@@ -20,7 +19,7 @@ LONGEST_NGRAM = 64
 
 
 @struct.dataclass
-class PromptLookup(Drafter[RowTexts]):
+class PromptLookup(TextSearch):
     """A drafter that copies earlier tokens of the text.
 
     It searches the longest suffix of the text, of at most ``max_ngram`` tokens, that occurs earlier
@@ -64,16 +63,6 @@ class PromptLookup(Drafter[RowTexts]):
                 f"PromptLookup(draft=Chain(stop_below={self.draft_shape.stop_below:g})): copied"
                 " tokens have no probability; leave it out"
             )
-
-    def start(self, target: Target, batch: int, capacity: int) -> RowTexts:
-        return RowTexts.empty(batch, capacity)
-
-    @property
-    def drafts_elsewhere(self) -> bool:
-        return True
-
-    def append_remote(self, target: Target, state: RowTexts, told: RemoteFeatures) -> RowTexts:
-        return state.append(told.tokens, told.count)
 
     def propose(
         self,

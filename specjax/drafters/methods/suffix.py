@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters.base import Drafter, RemoteFeatures
 from specjax.drafters.candidates import NO_CANDIDATE, CandidateTokens, ranked
 from specjax.drafters.continuations import Continuations
 from specjax.drafters.expansion import Frontier, expand
@@ -23,7 +22,7 @@ from specjax.drafters.suffix_index import (
     SHORTEST_CONTEXT,
     SuffixIndex,
 )
-from specjax.drafters.text_search import RowTexts
+from specjax.drafters.text_search import RowTexts, TextSearch
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, halvings
 from specjax.drafts.union import merge
@@ -42,7 +41,7 @@ _Paths = tuple[jax.Array, jax.Array]
 
 
 @struct.dataclass
-class Suffix(Drafter[RowTexts]):
+class Suffix(TextSearch):
     """A drafter that copies what followed the text's last tokens earlier.
 
     It searches the last 16 tokens, the last 15, and so on down to 2: in the row's own text, and in
@@ -115,16 +114,6 @@ class Suffix(Drafter[RowTexts]):
                 f"Suffix(draft={self.draft_shape}): its tokens are looked up and not sampled; give"
                 " a Chain, a StaticTree or a DynamicTree"
             )
-
-    def start(self, target: Target, batch: int, capacity: int) -> RowTexts:
-        return RowTexts.empty(batch, capacity)
-
-    @property
-    def drafts_elsewhere(self) -> bool:
-        return True
-
-    def append_remote(self, target: Target, state: RowTexts, told: RemoteFeatures) -> RowTexts:
-        return state.append(told.tokens, told.count)
 
     def propose(
         self,
