@@ -30,7 +30,7 @@ BATCH = 50
 """The rows of a call of `specjax.generate` that computes expected texts."""
 
 PATIENCE = 120.0
-BEGINNINGS = np.random.default_rng(3).integers(0, END, (3, LONGEST)).tolist()
+BEGINNINGS = np.random.default_rng(3).integers(0, END, (2, LONGEST)).tolist()
 
 
 @dataclass
@@ -182,7 +182,7 @@ def check(draft: Any, count: int, seed: int) -> dict[str, int]:
         rows=4,
         widths=(1, 4),
         capacity=56,
-        pages=16,
+        pages=12,
         page=8,
         chunk=8,
         steps=3,
