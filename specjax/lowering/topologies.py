@@ -112,7 +112,12 @@ def _tpus(topology: str, slices: int) -> list[jax.Device]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }.items():
         os.environ.setdefault(name, value)
-    several = {"num_slices": slices} if slices > 1 else {}
+    several: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    # A host has 2 x 2 chips, unless there are fewer, as in a notebook with one chip.
+    sides = [int(side) for side in topology.partition(":")[2].split("x")]
+    host = (math.gcd(sides[0], 2), math.gcd(sides[1], 2), 1)
+    if host != (2, 2, 1):
+        several["chips_per_host_bounds"] = host
     return _devices(topology, platform="tpu", topology_name=topology, **several)
 
 
@@ -145,7 +150,4 @@ def _devices(chips: str, **description: Any) -> list[jax.Device]:
         return list(topologies.get_topology_desc(**description).devices)
     except Exception as error:  # the type depends on the version of JAX
         reason = next(iter(str(error).splitlines()), "")
-        hint = "" if chips == "h100" else "; the smallest that it knows are v5e:2x2 and v5p:2x2x1"
-        raise InputError(
-            f"chips={chips!r}: the compiler does not support it: {reason}{hint}"
-        ) from error
+        raise InputError(f"chips={chips!r}: the compiler does not support it: {reason}") from error

@@ -751,6 +751,29 @@ def test_pages_cost_no_more_than_a_seventh_beside_contiguous_caches(
 
 @needs_libtpu
 @pytest.mark.thorough
+@pytest.mark.parametrize("chips", ["v5e:1x1", "v5e:1x2", "v5p:1x1x1", "v5e:2x2"])
+def test_hosts_of_few_chips_are_compiled_for(monkeypatch, chips) -> None:
+    for name in ("LIBRARY_PATH", "SKIP_MDS_QUERY", "ACCELERATOR_TYPE", "WORKER_HOSTNAMES"):
+        monkeypatch.setenv(f"TPU_{name}", "")  # so that they are as before afterwards
+        monkeypatch.delenv(f"TPU_{name}")
+    mesh, _ = topologies.find_mesh(chips, 1, 1)
+    assert mesh.devices.flat[0].platform == "tpu"
+
+
+@needs_libtpu
+@pytest.mark.thorough
+def test_a_small_target_trains_on_one_chip_of_a_notebook() -> None:
+    """Compile the whole recipe of docs/guides/small-chip.md, its evaluation included."""
+    plan = planned(
+        *("compile-training", "--chips", "v5e:1x1", "--target", "qwen3-1.7b"),
+        *("--train", "configs/eagle3_qwen3_1.7b_colab.yaml"),
+    )
+    for program in ("step", "evaluation"):
+        assert sum(plan[program]["memory"].values()) < plan["chip"]["memory"]
+
+
+@needs_libtpu
+@pytest.mark.thorough
 def test_budgets_of_a_training_step_on_a_tpu() -> None:
     """Compile EAGLE-3 for Llama-3.1-8B, with 8 windows of 2,048 tokens on eight v5p.
 
