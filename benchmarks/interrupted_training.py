@@ -75,7 +75,7 @@ class Ends:
     Attributes:
         statuses: the number of ends with each exit status of the first process.
         seconds: from the signal to the end of all processes.
-        lost: the steps that had been reported and were not saved.
+        lost: the steps that the interrupted start had reported and not saved.
     """
 
     statuses: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -141,13 +141,19 @@ def last_step(output: Path) -> int:
 
 def until_it_trains(running: list[subprocess.Popen], output: Path) -> None:
     """Wait until a start reports its first step, or ends."""
-    metrics, begin = output / "metrics.jsonl", time.time()
+    begin = time.time()
     while all(process.poll() is None for process in running):
-        # A start removes the metrics of steps that it repeats.
-        is_rewritten = metrics.exists() and metrics.stat().st_mtime > begin
-        if is_rewritten and last_step(output) > saved_step(output):
+        if unsaved_steps(output, begin):
             return
         time.sleep(0.02)
+
+
+def unsaved_steps(output: Path, begin: float) -> int:
+    """Return how many steps the start at ``begin`` has reported after the newest checkpoint."""
+    metrics = output / "metrics.jsonl"
+    # A start removes the metrics of steps that it repeats. Until then they are an earlier start's.
+    is_rewritten = metrics.exists() and metrics.stat().st_mtime > begin
+    return max(last_step(output) - saved_step(output), 0) if is_rewritten else 0
 
 
 def saved_step(output: Path) -> int:
@@ -211,9 +217,10 @@ def run(config: InterruptionConfig) -> dict[str, Ends]:
         ends: dict[str, Ends] = defaultdict(Ends)
         moments = compared = 0
         while moments < config.moments or saved_step(folder / "run"):
+            begin = time.time()
             running = start(file, folder / "run", config, log)
             interrupted = moments < config.moments and interrupt(
-                running, folder / "run", rng, (longest, training_seconds), log, ends
+                running, folder / "run", begin, rng, (longest, training_seconds), log, ends
             )
             moments += interrupted
             statuses = wait(running, log)
@@ -229,6 +236,7 @@ def run(config: InterruptionConfig) -> dict[str, Ends]:
 def interrupt(
     running: list[subprocess.Popen],
     output: Path,
+    begin: float,
     rng: random.Random,
     times: tuple[float, float],
     log: Path,
@@ -236,7 +244,7 @@ def interrupt(
 ) -> bool:
     """Interrupt processes at a random moment. Return False if they ended before.
 
-    ``times`` are those of an unbroken run, and of its steps.
+    They were started at ``begin``. ``times`` are those of an unbroken run, and of its steps.
     """
     number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
     is_training, share = rng.random() < 0.75, rng.random()
@@ -257,11 +265,10 @@ def interrupt(
     seconds = time.monotonic() - sent
     if not any(statuses):  # it was over before the signal came
         return False
-    lost = last_step(output) - saved_step(output)
     end = ends[number.name]
     end.statuses[statuses[running.index(to[0])]] += 1
     end.seconds.append(seconds)
-    end.lost.append(lost)
+    end.lost.append(unsaved_steps(output, begin))
     text = log.with_suffix(".0").read_text()
     assert "Traceback" not in text and "Fatal" not in text, text
     since = (
