@@ -301,6 +301,17 @@ def test_when_one_is_lost_all_end_and_say_which(tmp_path, lost) -> None:
         assert name in log or (lost == 0 and "leader task" in log)
 
 
+def test_what_the_loss_of_a_process_breaks_is_reported_after_the_loss(monkeypatch) -> None:
+    """Check that a failed collective leaves the time to hear which process is lost."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    for error, waits in ((jax.errors.JaxRuntimeError("Gloo"), True), (ValueError(), False)):
+        seconds.clear()
+        with pytest.raises(type(error)), processes.waiting_for_report():
+            raise error
+        assert bool(seconds) == waits
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("failing", [0, 1])
 def test_when_one_alone_fails_all_end_soon(tmp_path, failing) -> None:

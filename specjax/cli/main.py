@@ -257,7 +257,8 @@ def _run(name: str, command: Command, options: Sequence[str]) -> int:
         return command.run(config) or 0
     with _one_speaks(place.number == 0):
         together = processes.join(place, task=f"{name} {config}", say=say)
-        status = command.run(config) or 0
+        with processes.waiting_for_report():
+            status = command.run(config) or 0
     if together is not None:
         # Without this call the other processes would treat this one as lost, and end.
         together.leave()

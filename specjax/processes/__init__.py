@@ -10,8 +10,25 @@ the others.
 `group` has the messages that they exchange afterwards.
 """
 
-from specjax.processes.group import Processes, join, joined, meet, speaks
+from specjax.processes.group import (
+    Processes,
+    join,
+    joined,
+    meet,
+    speaks,
+    waiting_for_report,
+)
 from specjax.processes.rank import ProcessPlace, find
 from specjax.processes.rendezvous import Member
 
-__all__ = ["Member", "ProcessPlace", "Processes", "find", "join", "joined", "meet", "speaks"]
+__all__ = [
+    "Member",
+    "ProcessPlace",
+    "Processes",
+    "find",
+    "join",
+    "joined",
+    "meet",
+    "speaks",
+    "waiting_for_report",
+]

@@ -13,8 +13,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import jax
 from jax.experimental import multihost_utils
@@ -34,6 +35,9 @@ from specjax.processes.rendezvous import (
 
 _HEARTBEAT_SECONDS = 20
 """Seconds after which JAX gives up a process that is connected but no longer responds."""
+
+_REPORT_SECONDS = 2.0
+"""Seconds within which the end of a process on this machine is noticed, and much more."""
 
 
 class Processes:
@@ -133,6 +137,20 @@ class Processes:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(1)
+
+
+@contextmanager
+def waiting_for_report() -> Iterator[None]:
+    """Hold back an error of the device until a process that may be lost is reported.
+
+    When a process is lost, what the others compute together with it fails. That may be noticed
+    before the connection closes, which ends this process and says who is lost.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        time.sleep(_REPORT_SECONDS)
+        raise
 
 
 _joined: Processes | None = None
