@@ -17,8 +17,8 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -42,6 +42,7 @@ NO_SEGMENT = -1
 """The segment of rows that draft from no earlier answer."""
 
 _LOWER_PRIORITY = 10  # the niceness of the thread
+_Drafters = TypeVar("_Drafters")
 
 
 @dataclass(eq=False)
@@ -228,10 +229,10 @@ class TenantSegments:
         return segment, placed_version != version
 
 
-def with_answers(drafter: Any, answers: SuffixIndex) -> Any:
+def with_answers(drafter: _Drafters, answers: SuffixIndex) -> _Drafters:
     """Return a drafter, or the drafters of a list, whose suffix drafters search ``answers``."""
     return jax.tree.map(
-        lambda part: part.replace(answers=answers) if isinstance(part, Suffix) else part,
+        lambda part: replace(part, answers=answers) if isinstance(part, Suffix) else part,
         drafter,
         is_leaf=lambda part: isinstance(part, Suffix),
     )
