@@ -5,7 +5,7 @@ order of the tokens from there on (a *suffix array*). So all occurrences of some
 neighbours in that order, and a binary search finds the first and the last of them. Occurrences with
 the same continuation are neighbours, too.
 
-The host sorts once, see `SuffixIndex.of`. The device searches for all rows and all lengths
+The host sorts once, see `SuffixIndex.on_host`. The device searches for all rows and all lengths
 together, in shapes that depend on the capacity alone. So texts may be added within the capacity
 without another compilation.
 
@@ -92,7 +92,15 @@ class SuffixIndex:
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], capacity: int | None = None) -> "SuffixIndex":
-        """Sort the positions of some texts, on the host, and put them on the default device.
+        """Return an index with a single segment on the default device.
+
+        The arguments and errors are those of `on_host`.
+        """
+        return jax.tree.map(jnp.asarray, cls.on_host(texts, capacity))
+
+    @classmethod
+    def on_host(cls, texts: Sequence[Sequence[int]], capacity: int | None = None) -> "SuffixIndex":
+        """Sort the positions of some texts, and return them as numpy arrays.
 
         The index has a single segment.
 
@@ -131,8 +139,8 @@ class SuffixIndex:
         order = sorted_positions(tokens[: len(joined)])
         order = order[is_token[order]]  # no search begins at the end of a text
         order = np.pad(order, (0, len(tokens) - len(order)))
-        sizes = jnp.array([np.sum(is_token)], jnp.int32)
-        return cls(jnp.asarray(tokens), jnp.asarray(order), sizes, jnp.int32(largest))
+        sizes = np.array([np.sum(is_token)], np.int32)
+        return cls(tokens, order, sizes, np.int32(largest))  # pyright: ignore[reportArgumentType]
 
     @property
     def capacity(self) -> int:

@@ -273,7 +273,7 @@ class EngineDevice:
         # ``state`` stays what it was, because another thread may lower programs for it at any time.
         self._between: tuple[Any, Any, Draft] | None = None
         if self._answers is not None:  # so that the program is compiled
-            self.put_answers(0, SuffixIndex.of([], self._answers.capacity))
+            self.put_answers(0, SuffixIndex.on_host([], self._answers.capacity))
         self._mark = _mark
         self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MAX_READS)
 

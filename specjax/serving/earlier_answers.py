@@ -54,7 +54,7 @@ class _TenantAnswers:
         version: the number of answers so far, those that were dropped included.
         size: the number of tokens that the texts need in an index.
         last_used: when the newest answer came.
-        index: the sorted answers; None: none was sorted yet.
+        index: the sorted answers, in numpy arrays; None: none was sorted yet.
         sorted_version: the version of the answers in ``index``.
     """
 
@@ -152,6 +152,7 @@ class EarlierAnswers:
             self._tenants.clear()
             self._unsorted.clear()
             self._changed.notify_all()
+        self._thread.join()
 
     def _answers_of(self, tenant: Tenant) -> _TenantAnswers | None:
         """Return the answers of a tenant, new ones if need be; None: there is no place."""
@@ -178,7 +179,7 @@ class EarlierAnswers:
                 tenant, _ = self._unsorted.popitem(last=False)
                 answers = self._tenants[tenant]
                 texts, version, self._is_sorting = list(answers.texts), answers.version, True
-            index = SuffixIndex.of(texts, self.capacity)  # pyright: ignore[reportArgumentType]
+            index = SuffixIndex.on_host(texts, self.capacity)  # pyright: ignore[reportArgumentType]
             with self._changed:
                 answers.index, answers.sorted_version = index, version
                 self._is_sorting = False
