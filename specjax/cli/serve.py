@@ -96,6 +96,9 @@ class ServeConfig:
             logprobs.
         max_prediction: maximum length of a draft that is copied from a predicted output; 0 disables
             predictions.
+        earlier_answers: number of tokens of earlier answers that are kept in memory for each API
+            key and cache_salt, for later answers to be drafted from, such as 65536; it needs
+            --drafter suffix, alone or together with others. 0 keeps none.
         grammars: "on" lets requests constrain their texts by JSON schemas, regexes and grammars;
             "auto" does so wherever it is supported, and "off" saves the memory of the programs.
         grammar_characters: maximum number of characters of a grammar.
@@ -158,6 +161,7 @@ class ServeConfig:
     mesh: tuple[int, int] = (1, 1)
     max_logprobs: int = 20
     max_prediction: int = 16
+    earlier_answers: int = 0
     grammars: Literal["auto", "on", "off"] = "auto"
     penalties: Literal["auto", "on", "off"] = "auto"
     grammar_characters: int = GrammarLimits.characters
@@ -319,6 +323,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         "reread": config.reread == "on",
         "max_logprobs": config.max_logprobs,
         "max_prediction": config.max_prediction,
+        "earlier_answers": config.earlier_answers,
         "grammars": may_constrain,
         "penalties": may_adjust,
         "clients": ClientDrafts(drafter) if takes_drafts else None,

@@ -37,6 +37,7 @@ from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import Logprobs, Stats
 from specjax.drafters.base import Committed, Drafter, start_drafter
 from specjax.drafters.pausable import ROOM, Pausable
+from specjax.drafters.text_search import in_segment
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.speculation import NO_LIMIT
 from specjax.models.cache import KVCache, PagedCache, by_group, groups_of
@@ -63,6 +64,8 @@ class Text:
         prediction: ``[S]`` int32, the expected output, for `WithPrediction`; None without one.
         predicted: scalar int32, number of tokens of the prediction.
         draft_limit: scalar int32, the largest depth of its drafts; 0 if nothing is drafted.
+        segment: scalar int32, the segment of the index of earlier answers that its drafts come
+            from, see `specjax.drafters.Suffix`; -1: none; None if there is no such index.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -82,6 +85,7 @@ class Text:
     prediction: Any = None
     predicted: Any = None
     draft_limit: Any = np.int32(NO_LIMIT)
+    segment: Any = None
 
     @classmethod
     def of_prompt(
@@ -325,6 +329,8 @@ def admit(
         tokens = jnp.asarray(text.prediction, jnp.int32)
         count = jnp.asarray(text.predicted, jnp.int32)
         drafter_state = drafter.predict(drafter_state, tokens[None], count[None])
+    if text.segment is not None:
+        drafter_state = in_segment(drafter_state, jnp.asarray(text.segment, jnp.int32))
     new_row = replace(
         new_row,
         cache=replace(new_row.cache, states=prefix_row.states),

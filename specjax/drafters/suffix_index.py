@@ -5,9 +5,12 @@ order of the tokens from there on (a *suffix array*). So all occurrences of some
 neighbours in that order, and a binary search finds the first and the last of them. Occurrences with
 the same continuation are neighbours, too.
 
-The host sorts once, see `SuffixIndex.of`. The device searches for all rows and all lengths
+The host sorts once, see `SuffixIndex.on_host`. The device searches for all rows and all lengths
 together, in shapes that depend on the capacity alone. So texts may be added within the capacity
 without another compilation.
+
+An index may have several *segments*, each with texts of its own. A search is in one of them, and
+finds nothing of the others.
 
 The idea of drafting from a suffix tree is from Oliaro et al. 2024, arXiv 2411.04975.
 """
@@ -45,11 +48,13 @@ class SuffixIndex:
     """The tokens of some texts, and their positions in the order of what follows.
 
     Attributes:
-        tokens: ``[M]`` int32, the tokens of all texts, with `NO_TOKEN` after each text and up to
-            the end. M is the capacity plus one.
-        order: ``[M]`` int32, the positions of all tokens, sorted by the `SORTED_TOKENS` tokens from
-            there on. Among equals the earlier position is first. The first ``size`` are valid.
-        size: a scalar int32, the number of tokens.
+        tokens: ``[T * M]`` int32, the tokens of T segments, one after the other. Each has its
+            texts, with `NO_TOKEN` after each text and up to the end of the segment. M is the
+            capacity of a segment plus one.
+        order: ``[T * M]`` int32, for each segment the positions of its tokens in ``tokens``, sorted
+            by the `SORTED_TOKENS` tokens from there on. Among equals the earlier position is first.
+        sizes: ``[T]`` int32, the number of tokens of each segment: so many of its ``order`` are
+            valid.
         largest: a scalar int32, the largest token id; `NO_TOKEN` if there is no token.
 
     Examples:
@@ -66,12 +71,38 @@ class SuffixIndex:
 
     tokens: jax.Array
     order: jax.Array
-    size: jax.Array
+    sizes: jax.Array
     largest: jax.Array
 
     @classmethod
+    def empty(cls, segments: int, capacity: int) -> "SuffixIndex":
+        """Return an index without texts, for `put`.
+
+        Args:
+            segments: the number of segments, T.
+            capacity: the number of tokens that each has room for, as in `of`.
+        """
+        count = segments * (capacity + 1)
+        return cls(
+            jnp.full(count, NO_TOKEN, jnp.int32),
+            jnp.zeros(count, jnp.int32),
+            jnp.zeros(segments, jnp.int32),
+            jnp.int32(NO_TOKEN),
+        )
+
+    @classmethod
     def of(cls, texts: Sequence[Sequence[int]], capacity: int | None = None) -> "SuffixIndex":
-        """Sort the positions of some texts, on the host, and put them on the default device.
+        """Return an index with a single segment on the default device.
+
+        The arguments and errors are those of `on_host`.
+        """
+        return jax.tree.map(jnp.asarray, cls.on_host(texts, capacity))
+
+    @classmethod
+    def on_host(cls, texts: Sequence[Sequence[int]], capacity: int | None = None) -> "SuffixIndex":
+        """Sort the positions of some texts, and return them as numpy arrays.
+
+        The index has a single segment.
 
         Args:
             texts: the token ids of each text.
@@ -108,20 +139,49 @@ class SuffixIndex:
         order = sorted_positions(tokens[: len(joined)])
         order = order[is_token[order]]  # no search begins at the end of a text
         order = np.pad(order, (0, len(tokens) - len(order)))
-        size = jnp.int32(np.sum(is_token))
-        return cls(jnp.asarray(tokens), jnp.asarray(order), size, jnp.int32(largest))
+        sizes = np.array([np.sum(is_token)], np.int32)
+        return cls(tokens, order, sizes, np.int32(largest))  # pyright: ignore[reportArgumentType]
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that there is room for."""
-        return self.tokens.shape[0] - 1
+        """The number of tokens that each segment has room for."""
+        return self.tokens.shape[0] // self.sizes.shape[0] - 1
 
-    def matches(self, contexts: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def put(self, segment: jax.Array | int, texts: "SuffixIndex") -> "SuffixIndex":
+        """Return the index with other texts in a ``segment``.
+
+        Args:
+            segment: the number of the segment, from 0.
+            texts: an index with a single segment of the same capacity.
+
+        Examples:
+            >>> from specjax.drafters.suffix_index import SuffixIndex
+            >>> index = SuffixIndex.empty(segments=3, capacity=8)
+            >>> index = index.put(1, SuffixIndex.of([[5, 7, 8]], capacity=8))
+            >>> contexts = jnp.zeros((2, 16), jnp.int32).at[:, -2:].set([5, 7])
+            >>> _, count = index.matches(contexts, jnp.array([2, 2]), segments=jnp.array([0, 1]))
+            >>> count[:, -1].tolist()
+            [0, 1]
+        """
+        begin = segment * (self.capacity + 1)
+        update = jax.lax.dynamic_update_slice_in_dim
+        return SuffixIndex(
+            tokens=update(self.tokens, texts.tokens, begin, 0),
+            order=update(self.order, texts.order + begin, begin, 0),
+            sizes=update(self.sizes, texts.sizes, segment, 0),
+            largest=jnp.maximum(self.largest, texts.largest),
+        )
+
+    def matches(
+        self, contexts: jax.Array, lengths: jax.Array, segments: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Find the occurrences of the last tokens of each row, for each of `CONTEXT_LENGTHS`.
 
         Args:
             contexts: ``[B, LONGEST_CONTEXT]``, the last tokens of each row, the newest last.
             lengths: ``[B]``, the number of tokens of the row: only so many of ``contexts`` count.
+            segments: ``[B]`` int32, the segment that is searched for each row; negative: none.
+                None: the first one.
 
         Returns:
             ``[B, L]`` the first of the occurrences in ``order``, and ``[B, L]`` their number, for
@@ -132,7 +192,9 @@ class SuffixIndex:
         # Left-aligned: [B, L, 1, LONGEST_CONTEXT], of which the first `sizes` count.
         patterns = contexts[:, np.minimum(LONGEST_CONTEXT - sizes[:, None] + place, place[-1])]
         patterns, counts = patterns[:, :, None], (place < sizes[:, None])[:, None]
-        last = self.tokens.shape[0] - 1  # always NO_TOKEN, as if the texts went on so for ever
+        # The last token of each segment is NO_TOKEN, which differs from every token of a pattern.
+        # What stands behind it does not matter then.
+        last = self.tokens.shape[0] - 1
         # The first difference decides: it outweighs all later ones together.
         weights = jnp.where(counts, 2 ** place[::-1], 0).astype(jnp.int32)
         # Two searches: the first position that is not less than the pattern, and the first that is
@@ -151,9 +213,13 @@ class SuffixIndex:
                 jnp.where(is_open & ~is_right, middle, high),
             )
 
-        start = jnp.zeros((contexts.shape[0], len(sizes), 2), jnp.int32)
-        steps = self.tokens.shape[0].bit_length()
-        low, _ = jax.lax.fori_loop(0, steps, halve, (start, start + self.size))
+        if segments is None:
+            segments = jnp.zeros(contexts.shape[0], jnp.int32)
+        begin = jnp.maximum(segments, 0) * (self.capacity + 1)
+        size = jnp.where(segments >= 0, self.sizes[segments], 0)
+        bounds = jnp.broadcast_to(begin[:, None, None], (contexts.shape[0], len(sizes), 2))
+        steps = (self.capacity + 1).bit_length()
+        low, _ = jax.lax.fori_loop(0, steps, halve, (bounds, bounds + size[:, None, None]))
         fits = sizes <= lengths[:, None]
         return low[..., 0], jnp.where(fits, low[..., 1] - low[..., 0], 0)
 

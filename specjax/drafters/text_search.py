@@ -1,5 +1,8 @@
 """The text of each row as a drafter's state, and the search in it."""
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -15,6 +18,8 @@ class RowTexts:
     Attributes:
         tokens: ``[B, S]``, prompt and output so far; as the state of a drafter, without the root.
         lengths: ``[B]``, the number of tokens.
+        segments: ``[B]`` int32, the segment of an index that each row searches, too; -1: none. None
+            if the drafter has no such index.
 
     Examples:
         >>> from specjax.drafters.text_search import RowTexts
@@ -27,16 +32,20 @@ class RowTexts:
 
     tokens: jax.Array
     lengths: jax.Array
+    segments: jax.Array | None = None
 
     @classmethod
-    def empty(cls, batch: int, capacity: int) -> "RowTexts":
-        """Return texts without a token."""
-        return cls(jnp.zeros((batch, capacity), jnp.int32), jnp.zeros(batch, jnp.int32))
+    def empty(cls, batch: int, capacity: int, *, has_segments: bool = False) -> "RowTexts":
+        """Return texts without a token, which search no segment."""
+        segments = jnp.full(batch, -1, jnp.int32) if has_segments else None
+        return cls(jnp.zeros((batch, capacity), jnp.int32), jnp.zeros(batch, jnp.int32), segments)
 
     def append(self, tokens: jax.Array, count: jax.Array) -> "RowTexts":
         """Append the first ``count [B]`` of ``tokens [B, n]``."""
-        return RowTexts(
-            append_tokens(self.tokens, self.lengths, tokens, count), self.lengths + count
+        return replace(
+            self,
+            tokens=append_tokens(self.tokens, self.lengths, tokens, count),
+            lengths=self.lengths + count,
         )
 
     def with_root(self, root: jax.Array, active: jax.Array) -> "RowTexts":
@@ -45,7 +54,7 @@ class RowTexts:
         In rows that are not ``active [B]`` its place is counted, but not written.
         """
         tokens = append_tokens(self.tokens, self.lengths, root[:, None], active)
-        return RowTexts(tokens, self.lengths + 1)
+        return replace(self, tokens=tokens, lengths=self.lengths + 1)
 
     def last(self, count: int) -> jax.Array:
         """Return the last tokens ``[B, count]``, the newest last; arbitrary before the text."""
@@ -86,6 +95,22 @@ class RowTexts:
         rows = jnp.arange(self.tokens.shape[0])[:, None, None]
         period = jnp.maximum(self.lengths[:, None] - starts, 1)[..., None]
         return self.tokens[rows, starts[..., None] + jnp.arange(depth) % period]
+
+
+def in_segment(state: Any, segment: jax.Array) -> Any:
+    """Return the state of a drafter whose rows search a segment.
+
+    Args:
+        state: the state of any drafter, such as one that has others as parts.
+        segment: a scalar int32, or ``[B]``; -1: none.
+    """
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, RowTexts) or part.segments is None:
+            return part
+        return replace(part, segments=jnp.broadcast_to(segment, part.segments.shape))
+
+    return jax.tree.map(change, state, is_leaf=lambda part: isinstance(part, RowTexts))
 
 
 class TextSearch(Drafter[RowTexts]):

@@ -13,6 +13,7 @@ from specjax import decoding, pipeline, processes, sharding
 from specjax.decoding.options import as_key
 from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.pausable import ROOM, Pausable
+from specjax.drafters.suffix_index import SuffixIndex
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape
@@ -27,6 +28,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
 from specjax.serving.choice import Copies
 from specjax.serving.device import MAX_STOP_TOKENS, ClientDrafts, EngineDevice, Sizes
+from specjax.serving.earlier_answers import NO_SEGMENT, check_answers, with_answers
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.thoughts import thought_tokens as thought_tokens_of
 
@@ -56,6 +58,7 @@ class EngineConfig:
         grammars: the compiler of requests' grammars; None: no request may have one.
         penalties: whether requests may have penalties, biases and banned words.
         thought_texts: the two texts that begin and end a thought; None: the tokenizer states them.
+        earlier_answers: the number of tokens of earlier answers that are kept for each tenant.
     """
 
     target: Target
@@ -70,6 +73,7 @@ class EngineConfig:
     grammars: GrammarCompiler | None = None
     penalties: bool = False
     thought_texts: tuple[str, str] | None = None
+    earlier_answers: int = 0
 
     @classmethod
     def of(
@@ -92,6 +96,7 @@ class EngineConfig:
         grammars: bool = False,
         penalties: bool | None = None,
         thought_tokens: Sequence[str] | None = None,
+        earlier_answers: int = 0,
     ) -> "EngineConfig":
         """Check the arguments of `Engine`, and build its configuration.
 
@@ -132,6 +137,12 @@ class EngineConfig:
             pages = -(-rows // groups) * -(-min(capacity, USUAL_TEXT) // page)
             pages = max(pages, -(-capacity // page))
         widths = _widths(rows, widths, on_cpu and groups == 1)
+        earlier_answers = operator.index(earlier_answers)
+        check_answers(
+            earlier_answers, drafter, spans_processes=sharding.spans_processes(target.mesh)
+        )
+        if earlier_answers:
+            drafter = with_answers(drafter, SuffixIndex.empty(rows, earlier_answers))
         choices, drafters = _drafters(target, drafter, shapes, max_prediction)
         sizes = Sizes(rows, widths, capacity, pages, page, chunk, steps, max_logprobs)
         config = cls(
@@ -147,6 +158,7 @@ class EngineConfig:
             _grammar_compiler(target, tokenizer, generator) if grammars else None,
             penalties,
             _thought_texts(thought_tokens, tokenizer, target, has_grammars=grammars),
+            earlier_answers,
         )
         config.speculation(None)  # the default must be one that requests may state
         return config
@@ -261,6 +273,8 @@ class EngineConfig:
         )
         settings["min_length"] = np.int32(prompt + int(checked.min_new_tokens[0]))
         settings["draft_limit"] = np.int32(draft_limit)
+        if self.earlier_answers:
+            settings["segment"] = np.int32(NO_SEGMENT)
         if self.max_prediction:
             settings["prediction"] = np.zeros(self.sizes.capacity, np.int32)
             settings["prediction"][: len(expected)] = expected

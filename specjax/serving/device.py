@@ -20,6 +20,7 @@ from specjax.decoding.constrained import FORCED, forced_draft, legal_tokens, rea
 from specjax.drafters import Drafter, NoDraft, WithPrediction
 from specjax.drafters.base import remote_input_shapes
 from specjax.drafters.pausable import ROOM, Pausable
+from specjax.drafters.suffix_index import SuffixIndex
 from specjax.drafts.draft import Draft
 from specjax.errors import InputError
 from specjax.grammars.matcher import Matcher, mask_words
@@ -27,6 +28,7 @@ from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.processes import meet
 from specjax.progress import track
+from specjax.serving.earlier_answers import answers_of, with_answers
 from specjax.serving.memory import prefix_states_kept
 from specjax.serving.programs import EngineProgram, Programs
 
@@ -59,6 +61,7 @@ _TIMED_STEPS = 4
 # The host waits for a prefill chunk by this small program, which follows it. The chunk has no
 # result to wait for: its state is donated to the next call, and its other results may be empty.
 _mark = jax.jit(lambda lengths: lengths + 1)
+_put_answers = jax.jit(SuffixIndex.put)
 _NO_DRAFT = np.zeros(1, np.int32), np.full(1, -1, np.int32)  # a root
 
 
@@ -182,7 +185,6 @@ class EngineDevice:
         reporting: the index of the drafter that is compiled with log-probabilities. All rows decode
             with it as long as one of them reports log-probabilities.
         plain: the index of the drafter that drafts nothing; 0 if all of them draft.
-        paused: a drafter that is paused; None: there is none.
         clients: the bounds of drafts that clients may send; None: there are no clients.
         remote_drafter: the drafter that decides which hidden states clients are sent; None: they
             are sent none.
@@ -224,7 +226,7 @@ class EngineDevice:
         self.plain = next(
             (index for index, drafter in enumerate(drafters) if drafter.draft_shape.depth == 0), 0
         )
-        self.paused = next((drafter for drafter in drafters if is_paused(drafter)), None)
+        self._answers = next(filter(None, map(answers_of, drafters)), None)
         if clients is not None:
             clients.check(target)
         self.clients = clients
@@ -270,12 +272,31 @@ class EngineDevice:
         # The decode state, the drafter's state and the draft between `propose` and `advance`.
         # ``state`` stays what it was, because another thread may lower programs for it at any time.
         self._between: tuple[Any, Any, Draft] | None = None
+        if self._answers is not None:  # so that the program is compiled
+            self.put_answers(0, SuffixIndex.on_host([], self._answers.capacity))
         self._mark = _mark
         self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MAX_READS)
 
+    @property
+    def paused(self) -> Drafter | None:
+        """A drafter that is paused; None: there is none."""
+        return next((drafter for drafter in self.drafters if is_paused(drafter)), None)
+
+    def put_answers(self, segment: int, answers: SuffixIndex) -> None:
+        """Put the earlier answers of a tenant into a segment of the drafters' index.
+
+        Args:
+            segment: the number of the segment.
+            answers: an index of a single segment, of the same capacity.
+        """
+        assert self._answers is not None
+        self._answers = _put_answers(self._answers, np.int32(segment), answers)
+        # Not in place: another thread may lower programs for the drafters at any time.
+        self.drafters = with_answers(self.drafters, self._answers)
+
     def release(self) -> None:
         """Free the caches, even if something still refers to this object."""
-        self.state = self._empty_prefix_state = self.adjustments = None
+        self.state = self._empty_prefix_state = self.adjustments = self._answers = None
         self._marks.clear()
 
     def widths_of(self, index: int) -> tuple[int, ...]:

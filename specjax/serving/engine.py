@@ -81,6 +81,7 @@ class Engine:
         grammars: bool = False,
         penalties: bool | None = None,
         thought_tokens: Sequence[str] | None = None,
+        earlier_answers: int = 0,
         client_rows: int | None = None,
         client_idle_seconds: float = 1.0,
         urgent_after: int = 256,
@@ -126,6 +127,10 @@ class Engine:
                 vocabulary. None: only if the checkpoint's own parameters have a penalty.
             thought_tokens: the two texts that begin and end a thought, for requests with a thinking
                 budget, such as ``("<think>", "</think>")``; None: the tokenizer states them.
+            earlier_answers: the number of tokens of earlier answers that are kept for each tenant,
+                from which its later texts draft. The drafter must be a `specjax.Suffix`, or have
+                one as a part. Each row takes eight bytes for each of these tokens. With 0 a text
+                drafts from itself, and from the drafter's own index.
             client_rows: the largest number of rows for the clients of one owner; None: half of
                 ``rows``, at least 1.
             client_idle_seconds: seconds without a draft after which a client's row may be given to
@@ -162,6 +167,7 @@ class Engine:
             grammars=grammars,
             penalties=penalties,
             thought_tokens=thought_tokens,
+            earlier_answers=earlier_answers,
         )
         client_rows = max(1, rows // 2) if client_rows is None else client_rows
         if not 1 <= client_rows <= rows:
@@ -226,6 +232,7 @@ class Engine:
         spans: bool = False,
         tenant: str = "",
         cache_salt: str = "",
+        store: bool = True,
         priority: int = 0,
         is_chat: bool | None = None,
         special_texts: Mapping[int, str] | None = None,
@@ -264,6 +271,9 @@ class Engine:
                 or by `Handle.cached_tokens`.
             cache_salt: a string that divides a tenant further: only requests of the same tenant
                 and the same salt share prefixes.
+            store: whether the text may draft from earlier answers of the same tenant and salt, and
+                later texts from this one; see ``earlier_answers`` of the engine. A text does not
+                depend on it.
             priority: a number; requests with lower numbers get rows first, and are preempted last.
                 A text does not depend on it.
             is_chat: whether the text answers a chat. Of a model that writes in channels, such as
@@ -340,6 +350,7 @@ class Engine:
             speculation=speculates,
             matcher=matcher,
             biases=self._biases(params),
+            store=store,
         )
         if not is_whole(priority) or not -(2**31) <= priority < 2**31:
             raise InputError(f"priority={priority!r}: must be a whole number of 32 bits")

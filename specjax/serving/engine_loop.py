@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -42,6 +43,7 @@ from specjax.serving.device import (
     EngineDevice,
     is_paused,
 )
+from specjax.serving.earlier_answers import EarlierAnswers, TenantSegments
 from specjax.serving.handle import (
     EngineError,
     Handle,
@@ -74,6 +76,7 @@ class EngineLoop:
         programs: the list of programs, compiled or not.
         choice: the rule that chooses a draft by load.
         clients: the rows of clients that draft elsewhere.
+        answers: the earlier answers that texts draft from; None: none are kept.
         handles: the handles of unfinished requests.
         wake: the lock of the scheduler, of the clients and handles, and of whatever this thread
             changes for others to read. The thread sleeps on it until there is something to do.
@@ -135,6 +138,9 @@ class EngineLoop:
         self._idle_since: float | None = None
         self.handles: dict[Request, Handle] = {}
         self.clients = Clients(device, scheduler, self.wake)
+        capacity = config.earlier_answers
+        self.answers = EarlierAnswers(capacity) if capacity else None
+        self._segments = TenantSegments(self.sizes.rows)
         self.closing = False
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
@@ -287,6 +293,8 @@ class EngineLoop:
             for handle in handles:
                 handle.end("error" if self.error else "cancelled", self.error)
             self.clients.end("the engine failed" if self.error else "the engine is closed")
+            if self.answers is not None:
+                self.answers.close()
             if self._together is not None and self.error is None:
                 # After a failure here the other processes are not told to stop: they wait until a
                 # supervisor ends this process.
@@ -472,7 +480,7 @@ class EngineLoop:
             chunks = [chunk for chunk, _, _ in chosen]
             for chunk, recipient, row_text in chosen:
                 if row_text is not None:
-                    self._begin_row(chunk, row_text)
+                    self._begin_row(chunk, self._with_answers(row_text, chunk, recipient))
                     self.device.adjust(chunk.row, self._adjustments(chunk.request, recipient))
             echoed = [
                 (recipient, chunk)
@@ -522,6 +530,27 @@ class EngineLoop:
         if isinstance(recipient, Handle):
             recipient.admitted()
         return row_text
+
+    def _with_answers(
+        self, row_text: device_rows.Text, chunk: PrefillChunk, recipient: Handle | ClientRow
+    ) -> device_rows.Text:
+        """Let a new text draft from the earlier answers of its tenant, if there are any."""
+        tenant, newest = chunk.request.tenant, None
+        may_draft = isinstance(recipient, Handle) and recipient.output_options.store
+        if self.answers is not None and may_draft:
+            newest = self.answers.newest(tenant)
+        if newest is None:
+            return row_text
+        version, answers = newest
+        in_use = {
+            request.tenant
+            for row, request in enumerate(self._admitted)
+            if request is not None and row != chunk.row
+        }
+        segment, is_new = self._segments.place(tenant, version, in_use)
+        if is_new:
+            self.device.put_answers(segment, answers)
+        return replace(row_text, segment=np.int32(segment))
 
     def _text_of(self, request: Request, settings: Mapping[str, Any]) -> device_rows.Text:
         """Return a request's text and settings as arrays, for its new row on the device."""
@@ -1131,6 +1160,8 @@ class EngineLoop:
                 with self.wake:
                     self._give_up(handle.request, handle, error)
             del self._undelivered[index]
+            if self.answers is not None and handle.output_options.store and handle.is_answer:
+                self.answers.add(handle.request.tenant, handle.tokens)
             if not goes_on and not row_progress.done:
                 length = handle.prompt_tokens + len(handle.tokens)
                 with self.wake:

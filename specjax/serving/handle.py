@@ -104,6 +104,8 @@ class OutputOptions:
             both. The engine's thread owns it.
         biases: the biases, allowed tokens and banned words of a text that has these or penalties;
             None: it has neither.
+        store: whether the text drafts from earlier answers of its tenant, and is one of them
+            itself.
     """
 
     logprobs: int | None = None
@@ -113,6 +115,7 @@ class OutputOptions:
     speculation: DraftLimit = DraftLimit()
     matcher: Matcher | None = None
     biases: TokenBiases | None = None
+    store: bool = True
 
     @property
     def copies(self) -> bool:
@@ -247,6 +250,11 @@ class Handle:
         """The tokens generated so far."""
         with self._changed:
             return tuple(self._tokens)
+
+    @property
+    def is_answer(self) -> bool:
+        """True if the text has ended by itself or at its largest length."""
+        return self.finish_reason in ("stop", "length")
 
     @property
     def is_at_stop_string(self) -> bool:

@@ -110,7 +110,7 @@ def test_a_drafter_by_name_has_the_files(tokenizer, tmp_path) -> None:
     assert alone.draft == Chain(2)
     for of_one in (files[0], str(files[0])):
         drafter = load_drafter("suffix", None, config, tokenizer=tokenizer, corpus=of_one)
-        assert drafter.index.size == len(tokens[0])
+        assert drafter.index.sizes == len(tokens[0])
     assert load_drafter("suffix", None, config) == Suffix()
 
 

@@ -22,9 +22,9 @@ ROWS, CAPACITY = 40, 400  # the same for all tests, which so share a program
 
 
 @jax.jit
-def search(index, contexts, lengths):
+def search(index, contexts, lengths, segments=None):
     """Return the number of occurrences for each context length, and what follows them."""
-    first, count = index.matches(contexts, lengths)
+    first, count = index.matches(contexts, lengths, segments)
     following = [
         index.following(first[:, place], count[:, place], length, SAMPLES, DEPTH)
         for place, length in enumerate(CONTEXT_LENGTHS)
@@ -174,3 +174,21 @@ def test_a_capacity_has_little_room() -> None:
         assert max(count, 1024) <= capacity <= max(count, 1024) * 9 / 8
         assert roomy_capacity(capacity) == capacity
     assert len({roomy_capacity(count) for count in range(1025, 2049)}) == 8
+
+
+def test_a_search_in_a_segment_finds_what_an_index_of_its_texts_alone_has() -> None:
+    rng = np.random.default_rng(7)
+    texts = [random_texts(rng, 3, count, longest=60) for count in (4, 0, 5)]
+    texts[1] = texts[0][:2]  # the same texts in two segments
+    index = SuffixIndex.empty(segments=4, capacity=CAPACITY)
+    for segment in (2, 0, 1, 0):  # one of them twice, the fourth one never
+        index = index.put(segment, SuffixIndex.of(texts[segment], CAPACITY))
+    assert index.sizes.tolist() == [sum(map(len, part)) for part in (*texts, [])]
+    rows = random_rows(rng, texts[0] + texts[2], 3, ROWS)
+    for segment, part in enumerate((*texts, [], [])):
+        segments = jnp.full(ROWS, segment if segment < 4 else -1, jnp.int32)
+        alone = search(SuffixIndex.of(part, CAPACITY), *contexts_of(rows))
+        inside = search(index, *contexts_of(rows), segments)
+        for expected, result in zip(alone, inside, strict=True):
+            np.testing.assert_array_equal(result, expected)
+        assert (alone[0].sum() > 0) == (segment < 3)

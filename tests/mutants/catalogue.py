@@ -2072,6 +2072,26 @@ CATALOGUE = (
         breaks="A document of a window is held to the first token of the next one.",
     ),
     Mutant(
+        name="drafts-come-from-any-tenants-answers",
+        file="specjax/serving/earlier_answers.py",
+        old="answers = self._tenants.get(tenant)",
+        new="answers = next(iter(self._tenants.values()), None)",
+        tests=(
+            "tests/serving/test_earlier_answers.py::test_a_text_drafts_from_earlier_answers_of_its_own_tenant_alone[suffix]",
+        ),
+        breaks="A tenant's drafts come from the answers of another tenant.",
+    ),
+    Mutant(
+        name="a-segment-is-searched-beyond-its-end",
+        file="specjax/drafters/suffix_index.py",
+        old="size = jnp.where(segments >= 0, self.sizes[segments], 0)",
+        new="size = jnp.where(segments >= 0, self.capacity + 1, 0)",
+        tests=(
+            "tests/drafters/test_suffix_index.py::test_a_search_in_a_segment_finds_what_an_index_of_its_texts_alone_has",
+        ),
+        breaks="Places of a segment that no text has are searched, too.",
+    ),
+    Mutant(
         name="a-manifest-replaces-whatever-is-there",
         file="specjax/stored_folders.py",
         old="if present is None or present.writer not in tried:",

@@ -45,15 +45,18 @@ class Suffix(TextSearch):
     """A drafter that copies what followed the text's last tokens earlier.
 
     It searches the last 16 tokens, the last 15, and so on down to 2: in the row's own text, and in
-    the texts of ``index``. Up to three groups of occurrences count: those of the longest context in
-    the row's own text, those of the longest context in the index, and those of the next shorter
-    context there that occurs more often. `Continuations.next_tokens` has the share of each token
-    among them, which estimates how likely it is accepted. Longer contexts win. If nothing has
-    occurred, it drafts nothing.
+    the texts of ``index`` and of ``answers``. Up to five groups of occurrences count: those of the
+    longest context in the row's own text; and for each index those of the longest context, and
+    those of the next shorter context that occurs more often. `Continuations.next_tokens` has the
+    share of each token among them, which estimates how likely it is accepted. Longer contexts win.
+    If nothing has occurred, it drafts nothing.
 
     Attributes:
         index: the other texts; None: only the row's own text is searched. Another index of the same
             capacity needs no compilation: ``drafter.replace(index=…)``.
+        answers: other texts with a segment for each owner, such as the earlier answers of a
+            server's tenants; None: there are none. A row searches the segment that
+            `specjax.drafters.text_search.in_segment` gives it, and at first none.
         least_share: a path is drafted only if the product of its shares is at least this. From 0
             to 1.
         samples: the number of occurrences in the index that count, for each of the two contexts.
@@ -69,6 +72,7 @@ class Suffix(TextSearch):
     """
 
     index: SuffixIndex | None = None
+    answers: SuffixIndex | None = struct.field(default=None, kw_only=True)
     least_share: float = struct.field(pytree_node=False, default=0.1)
     samples: int = struct.field(pytree_node=False, default=8)
     draft: DraftShape | int = struct.field(
@@ -100,11 +104,12 @@ class Suffix(TextSearch):
         if not 1 <= self.samples <= MOST_SAMPLES:
             raise InputError(f"Suffix(samples={self.samples}): must be from 1 to {MOST_SAMPLES}")
         vocab = target.config.vocab_size
-        if self.index is not None and (largest := int(self.index.largest)) >= vocab:
-            raise InputError(
-                f"Suffix(index=…): its largest token id is {largest}, but the target has {vocab}"
-                " tokens; give texts of the target's own tokenizer"
-            )
+        for name, index in (("index", self.index), ("answers", self.answers)):
+            if index is not None and (largest := int(index.largest)) >= vocab:
+                raise InputError(
+                    f"Suffix({name}=…): its largest token id is {largest}, but the target has"
+                    f" {vocab} tokens; give texts of the target's own tokenizer"
+                )
         self.check_draft()
 
     def check_draft(self) -> None:
@@ -114,6 +119,9 @@ class Suffix(TextSearch):
                 f"Suffix(draft={self.draft_shape}): its tokens are looked up and not sampled; give"
                 " a Chain, a StaticTree or a DynamicTree"
             )
+
+    def start(self, target: Target, batch: int, capacity: int) -> RowTexts:
+        return RowTexts.empty(batch, capacity, has_segments=self.answers is not None)
 
     def propose(
         self,
@@ -186,7 +194,9 @@ class Suffix(TextSearch):
         depth = self.draft_shape.depth
         groups = [_in_own_text(texts, depth)]
         if self.index is not None:
-            groups += _in_index(self.index, texts, self.samples, depth)
+            groups += _in_index(self.index, texts, None, self.samples, depth)
+        if self.answers is not None:
+            groups += _in_index(self.answers, texts, texts.segments, self.samples, depth)
         return Continuations.joined(groups)
 
 
@@ -207,9 +217,11 @@ def _in_own_text(texts: RowTexts, depth: int) -> Continuations:
     return Continuations(jnp.where(starts[..., None] >= 0, tokens, -1)[:, None], context)
 
 
-def _in_index(index: SuffixIndex, texts: RowTexts, samples: int, depth: int) -> list[Continuations]:
+def _in_index(
+    index: SuffixIndex, texts: RowTexts, segments: jax.Array | None, samples: int, depth: int
+) -> list[Continuations]:
     """Return what followed the longest context in an index, and the next that occurs more often."""
-    first, count = index.matches(texts.last(LONGEST_CONTEXT), texts.lengths)
+    first, count = index.matches(texts.last(LONGEST_CONTEXT), texts.lengths, segments)
     sizes = jnp.array(CONTEXT_LENGTHS)
     groups, fewest = [], jnp.zeros((first.shape[0], 1), jnp.int32)
     for _ in range(2):

@@ -151,6 +151,8 @@ class TextRequest:
         include_stop: whether the text ends behind its stop string, not before it.
         skip_special_tokens: whether special tokens are left out of the text.
         cache_salt: a string that divides the tenant further.
+        store: whether the text may draft from earlier answers of the tenant, and later ones from
+            it.
         priority: the number by which waiting requests are ordered, the lower first.
         ignored: the unknown names in the request, in its order.
 
@@ -192,6 +194,7 @@ class TextRequest:
     include_stop: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    store: bool = True
     priority: int = 0
     ignored: tuple[str, ...] = ()
 
@@ -358,6 +361,7 @@ class _TextFields(msgspec.Struct, kw_only=True):
         | None
     ) = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
+    store: bool | None = None
     add_special_tokens: bool | None = None
     prediction: _Prediction | None = None
     speculation: str | int | None = None
@@ -481,7 +485,6 @@ An accepted value, or null, changes nothing. Any other value is refused.
 IGNORED = frozenset(
     [
         "user",
-        "store",
         "metadata",
         "service_tier",
         "prompt_cache_key",
@@ -806,6 +809,7 @@ def _request(
         include_stop=bool(fields.include_stop_str_in_output),
         skip_special_tokens=_or(fields.skip_special_tokens, True),
         cache_salt=fields.cache_salt or "",
+        store=_or(fields.store, True),
         priority=fields.priority or 0,
         **checked,
     )

@@ -219,6 +219,7 @@ def read_response(
         "response_format": _response_format(text.get("format")),
         "verbosity": text.get("verbosity"),
         "stream": fields.stream,
+        "store": fields.store,
     }
     if chosen:
         chat |= {

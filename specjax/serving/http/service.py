@@ -312,6 +312,7 @@ class Service:
             "spans": request.include_accepted,
             "tenant": "" if self.options.share_prefixes else owner,
             "cache_salt": request.cache_salt,
+            "store": request.store,
             "priority": request.priority,
             "is_chat": request.is_chat,
             "special_texts": self._special_texts(request),

@@ -153,11 +153,12 @@ def test_what_the_engine_is_given() -> None:
         **{"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "min_new_tokens": 2},
         **{"seed": 2**63 - 1, "choice": 0, "stop": ("x",), "eos_token_ids": (2, 5)},
         **{"logprobs": None, "echo": False, "prediction": None, "spans": False},
-        "cache_salt": "",
+        **{"cache_salt": "", "store": True},
     }
     assert {name: settings[name] for name in expected} == expected
-    ask(engine, cache_salt="mine")
-    assert engine.submitted[1].settings["cache_salt"] == "mine"
+    ask(engine, cache_salt="mine", store=False)
+    settings = engine.submitted[1].settings
+    assert (settings["cache_salt"], settings["store"]) == ("mine", False)
 
 
 def test_token_ids_are_returned_whole_and_in_a_stream() -> None:

@@ -425,8 +425,9 @@ def test_what_has_no_text_is_refused(tokens: Any) -> None:
 
 
 @both
-def test_a_salt_and_a_priority_are_read(kind: str) -> None:
+def test_a_salt_a_priority_and_store_are_read(kind: str) -> None:
     assert (read(kind).cache_salt, read(kind, cache_salt="mine").cache_salt) == ("", "mine")
+    assert [read(kind, store=store).store for store in (None, True, False)] == [True, True, False]
     assert read(kind, priority=0) == read(kind)
     assert read(kind, priority=-7).priority == -7
 

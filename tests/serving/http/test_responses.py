@@ -136,7 +136,7 @@ def test_parameters_have_their_names_inside() -> None:
     request = read(max_output_tokens=7, temperature=0.25, reasoning={"effort": "none"}, **neutral)
     assert (request.text.max_tokens, request.text.ignored) == (7, ())
     assert request.text.chat_template_kwargs == {"enable_thinking": False}
-    assert (request.is_stored, request.seals_reasoning) == (False, True)
+    assert (request.is_stored, request.text.store, request.seals_reasoning) == (False, False, True)
     schema = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     assert read(text={"format": schema}).text.grammar_name == "response_format"
     assert (

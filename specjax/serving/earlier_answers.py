@@ -1,0 +1,272 @@
+"""The earlier answers of each tenant, which its later texts draft from.
+
+Agents write again what they wrote before. So the engine keeps the newest answers of each tenant in
+a `SuffixIndex`, from which the drafter `specjax.drafters.Suffix` copies. What one tenant wrote
+changes no draft of another one, because acceptance can be seen in the time of an answer: each
+tenant has an index of its own, with a size of its own, and its oldest answers go for its own new
+ones alone.
+
+The host sorts an index again after each answer, in a thread of low priority. A step never waits for
+that: until it is done, drafts come from the index before.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from specjax.drafters import Drafter
+from specjax.drafters.methods.suffix import Suffix
+from specjax.drafters.suffix_index import SHORTEST_CONTEXT, SuffixIndex
+from specjax.errors import InputError
+from specjax.serving.pages import Tenant
+
+MOST_TENANTS = 1024
+"""The largest number of tenants whose answers are kept."""
+
+IDLE_SECONDS = 3600.0
+"""The seconds without an answer after which a tenant may lose its answers to a new tenant."""
+
+LARGEST_CAPACITY = 2**22
+"""The largest number of tokens that are kept for a tenant: sorting them takes some seconds."""
+
+NO_SEGMENT = -1
+"""The segment of rows that draft from no earlier answer."""
+
+_LOWER_PRIORITY = 10  # the niceness of the thread
+_Drafters = TypeVar("_Drafters")
+
+
+@dataclass(eq=False)
+class _TenantAnswers:
+    """The answers of a tenant.
+
+    Attributes:
+        texts: the token ids of each answer, the oldest first.
+        version: the number of answers so far, those that were dropped included.
+        size: the number of tokens that the texts need in an index.
+        last_used: when the newest answer came.
+        index: the sorted answers, in numpy arrays; None: none was sorted yet.
+        sorted_version: the version of the answers in ``index``.
+    """
+
+    texts: deque[np.ndarray] = field(default_factory=deque)
+    version: int = 0
+    size: int = 0
+    last_used: float = 0.0
+    index: SuffixIndex | None = None
+    sorted_version: int = 0
+
+
+class EarlierAnswers:
+    """The newest answers of each tenant, sorted in a thread of low priority.
+
+    All methods may be called from any thread.
+
+    Examples:
+        >>> from specjax.serving.earlier_answers import EarlierAnswers
+        >>> from specjax.serving.pages import Tenant
+        >>> answers = EarlierAnswers(capacity=8)
+        >>> answers.add(Tenant("a", ""), [5, 7, 8])
+        >>> answers.add(Tenant("a", ""), [5, 7, 8, 6, 4])  # 10 tokens with the ends: the first goes
+        >>> answers.wait()
+        >>> version, index = answers.newest(Tenant("a", ""))
+        >>> version, index.sizes.tolist(), answers.newest(Tenant("b", ""))
+        (2, [5], None)
+        >>> answers.close()
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        most_tenants: int = MOST_TENANTS,
+        idle_seconds: float = IDLE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            capacity: the number of tokens that are kept for each tenant. An answer needs one more
+                than it has.
+            most_tenants: the largest number of tenants whose answers are kept. A new one beyond it
+                takes the place of the tenant that has had no answer for longest, if that is at
+                least ``idle_seconds``; otherwise nothing is kept for the new one.
+            idle_seconds: see ``most_tenants``.
+            clock: returns the time in seconds.
+        """
+        self.capacity = capacity
+        self._most_tenants, self._idle_seconds, self._clock = most_tenants, idle_seconds, clock
+        self._tenants: OrderedDict[Tenant, _TenantAnswers] = OrderedDict()  # the newest last
+        self._unsorted: OrderedDict[Tenant, None] = OrderedDict()
+        self._is_sorting = self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="specjax-answers", daemon=True)
+        self._thread.start()
+
+    def add(self, tenant: Tenant, tokens: Sequence[int]) -> None:
+        """Add the token ids of an answer. Of a long one its end is kept."""
+        text = np.asarray(tokens[-(self.capacity - 1) :], np.int32)
+        if len(text) <= SHORTEST_CONTEXT:  # nothing follows a context
+            return
+        with self._changed:
+            if (answers := self._answers_of(tenant)) is None:
+                return
+            answers.texts.append(text)
+            answers.size += len(text) + 1
+            while answers.size > self.capacity:
+                answers.size -= len(answers.texts.popleft()) + 1
+            answers.version += 1
+            answers.last_used = self._clock()
+            self._tenants.move_to_end(tenant)
+            self._unsorted[tenant] = None
+            self._changed.notify_all()
+
+    def newest(self, tenant: Tenant) -> tuple[int, SuffixIndex] | None:
+        """Return the newest sorted answers of a tenant, and their version; None: there are none."""
+        with self._changed:
+            answers = self._tenants.get(tenant)
+            if answers is None or answers.index is None:
+                return None
+            return answers.sorted_version, answers.index
+
+    def wait(self) -> None:
+        """Wait until all answers are sorted."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_closed or not (self._unsorted or self._is_sorting)
+            )
+
+    def close(self) -> None:
+        """End the thread, and drop all answers."""
+        with self._changed:
+            self._is_closed = True
+            self._tenants.clear()
+            self._unsorted.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _answers_of(self, tenant: Tenant) -> _TenantAnswers | None:
+        """Return the answers of a tenant, new ones if need be; None: there is no place."""
+        if tenant not in self._tenants:
+            if len(self._tenants) >= self._most_tenants:
+                idlest = next(iter(self._tenants))
+                if self._clock() - self._tenants[idlest].last_used < self._idle_seconds:
+                    return None
+                del self._tenants[idlest]
+                self._unsorted.pop(idlest, None)
+            self._tenants[tenant] = _TenantAnswers()
+        return self._tenants[tenant]
+
+    def _run(self) -> None:
+        """Sort whatever changes. This is the body of the thread."""
+        if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWER_PRIORITY)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._unsorted)
+                if self._is_closed:
+                    return
+                tenant, _ = self._unsorted.popitem(last=False)
+                answers = self._tenants[tenant]
+                texts, version, self._is_sorting = list(answers.texts), answers.version, True
+            index = SuffixIndex.on_host(texts, self.capacity)  # pyright: ignore[reportArgumentType]
+            with self._changed:
+                answers.index, answers.sorted_version = index, version
+                self._is_sorting = False
+                self._changed.notify_all()
+
+
+class TenantSegments:
+    """The tenants whose answers are in the segments of an index on the device.
+
+    Examples:
+        >>> from specjax.serving.earlier_answers import TenantSegments
+        >>> from specjax.serving.pages import Tenant
+        >>> a, b, c = (Tenant(name, "") for name in "abc")
+        >>> segments = TenantSegments(2)
+        >>> segments.place(a, 1, in_use=[]), segments.place(b, 1, in_use=[a])
+        ((0, True), (1, True))
+        >>> segments.place(a, 1, in_use=[b]), segments.place(a, 2, in_use=[b])  # a new version
+        ((0, False), (0, True))
+        >>> segments.place(c, 1, in_use=[a])  # in place of b
+        (1, True)
+    """
+
+    def __init__(self, count: int) -> None:
+        """Begin with ``count`` segments without a tenant."""
+        self._free = list(range(count))
+        self._placed: OrderedDict[Tenant, tuple[int, int]] = OrderedDict()  # the newest last
+
+    def place(self, tenant: Tenant, version: int, in_use: Collection[Tenant]) -> tuple[int, bool]:
+        """Return the segment of a tenant, and whether this version must be written into it.
+
+        Args:
+            tenant: the tenant.
+            version: the version of its answers.
+            in_use: the tenants of other rows. They keep their segments.
+
+        Returns:
+            `NO_SEGMENT` and False if all segments are in use.
+        """
+        segment, placed_version = self._placed.pop(tenant, (NO_SEGMENT, 0))
+        if segment == NO_SEGMENT and self._free:
+            segment = self._free.pop(0)
+        if segment == NO_SEGMENT:
+            replaced = next((it for it in self._placed if it not in in_use), None)
+            if replaced is None:
+                return NO_SEGMENT, False
+            segment, _ = self._placed.pop(replaced)
+        self._placed[tenant] = segment, version
+        return segment, placed_version != version
+
+
+def with_answers(drafter: _Drafters, answers: SuffixIndex) -> _Drafters:
+    """Return a drafter, or the drafters of a list, whose suffix drafters search ``answers``."""
+    return jax.tree.map(
+        lambda part: replace(part, answers=answers) if isinstance(part, Suffix) else part,
+        drafter,
+        is_leaf=lambda part: isinstance(part, Suffix),
+    )
+
+
+def answers_of(drafter: Any) -> SuffixIndex | None:
+    """Return the index of earlier answers that a drafter searches; None: there is none."""
+    suffixes = (part for part in _parts(drafter) if isinstance(part, Suffix))
+    return next((part.answers for part in suffixes), None)
+
+
+def _parts(drafter: Any) -> list[Any]:
+    """Return the leaves of a drafter, of which a suffix drafter is one."""
+    return jax.tree.leaves(drafter, is_leaf=lambda part: isinstance(part, Suffix))
+
+
+def check_answers(capacity: int, drafter: Drafter, *, spans_processes: bool) -> None:
+    """Check that an engine can keep so many tokens of answers for each tenant.
+
+    Raises:
+        InputError: It cannot. The message says why.
+    """
+    if not (capacity == 0 or 1024 <= capacity <= LARGEST_CAPACITY):
+        raise InputError(
+            f"earlier_answers={capacity}: give from 1,024 to {LARGEST_CAPACITY:,} tokens for each"
+            " tenant, or 0 for none"
+        )
+    if capacity and not any(isinstance(part, Suffix) for part in _parts(drafter)):
+        raise InputError(
+            f"earlier_answers={capacity}: the drafter does not search them; give a suffix drafter"
+            " (--drafter suffix), alone or together with others"
+        )
+    if capacity and spans_processes:
+        raise InputError(
+            f"earlier_answers={capacity}: not supported on a mesh that spans processes; give 0"
+        )

@@ -1,0 +1,249 @@
+"""Drafts from the earlier answers of a tenant: from its own alone, and never another text."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specjax.drafters import NoDraft, PromptLookup, Suffix, Together
+from specjax.drafters.suffix_index import NO_TOKEN
+from specjax.drafts.shapes import Chain, DynamicTree
+from specjax.errors import InputError
+from specjax.serving import Engine
+from specjax.serving.earlier_answers import NO_SEGMENT, EarlierAnswers, TenantSegments
+from specjax.serving.pages import Tenant
+from tests.conftest import compilations
+
+A, B, C = Tenant("a"), Tenant("b"), Tenant("a", "salt")
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+CAPACITY = 1024
+SUFFIX = Suffix(draft=Chain(4))
+
+
+@pytest.fixture
+def answers() -> Iterator[EarlierAnswers]:
+    made_up = EarlierAnswers(capacity=20)
+    yield made_up
+    made_up.close()
+
+
+def texts_of(answers: EarlierAnswers, tenant: Tenant) -> list[list[int]]:
+    """Return the sorted answers of a tenant."""
+    answers.wait()
+    if (newest := answers.newest(tenant)) is None:
+        return []
+    tokens = newest[1].tokens.tolist()
+    texts: list[list[int]] = [[]]
+    for token in tokens:
+        if token == NO_TOKEN:
+            texts.append([])
+        else:
+            texts[-1].append(token)
+    return [text for text in texts if text]
+
+
+def test_the_oldest_answers_of_a_tenant_go_for_its_own_new_ones(answers) -> None:
+    answers.add(B, [7] * 10)
+    for number in range(5):
+        answers.add(A, [number] * 6)
+    assert texts_of(answers, A) == [[3] * 6, [4] * 6]
+    assert texts_of(answers, B) == [[7] * 10]
+    answers.add(A, range(100))  # of a long one the end
+    assert texts_of(answers, A) == [list(range(81, 100))]
+    assert texts_of(answers, C) == []
+
+
+def test_an_answer_that_nothing_can_be_copied_from_is_not_kept(answers) -> None:
+    answers.add(A, [1, 2])
+    assert texts_of(answers, A) == []
+
+
+def test_a_new_tenant_takes_no_place_of_one_that_is_in_use() -> None:
+    now = 0.0
+    answers = EarlierAnswers(20, most_tenants=2, idle_seconds=60, clock=lambda: now)
+    for tenant in (A, B, C):
+        answers.add(tenant, [1, 2, 3])
+    assert [len(texts_of(answers, tenant)) for tenant in (A, B, C)] == [1, 1, 0]
+    now = 50.0
+    answers.add(A, [4, 5, 6])
+    now = 70.0
+    answers.add(C, [1, 2, 3])  # in place of B, which was idle for longer than 60 seconds
+    assert [len(texts_of(answers, tenant)) for tenant in (A, B, C)] == [2, 0, 1]
+    answers.close()
+
+
+def test_tenants_of_other_rows_keep_their_segments() -> None:
+    segments = TenantSegments(2)
+    assert segments.place(A, 1, in_use=[]) == (0, True)
+    assert segments.place(B, 1, in_use=[A]) == (1, True)
+    assert segments.place(C, 1, in_use=[A, B]) == (NO_SEGMENT, False)
+    assert segments.place(C, 1, in_use=[B]) == (0, True)
+    assert segments.place(C, 1, in_use=[B]) == (0, False)
+    assert segments.place(A, 1, in_use=[C]) == (1, True)
+
+
+# --- in an engine ---------------------------------------------------------------------------------
+
+
+def engine(target, drafter: Any = SUFFIX, **options: Any) -> Engine:
+    """Return an engine that always drafts, so that the accepted tokens do not depend on time."""
+    sizes: dict[str, Any] = {"rows": 2, "widths": (2,), "capacity": 64, "page": 8, "chunk": 8}
+    options = sizes | {"steps": 4, "drafts": [drafter.draft_shape]} | options
+    return Engine(target, drafter, earlier_answers=CAPACITY, **options)
+
+
+def drafted(served: Engine, seed: int = 1, **options: Any) -> list[tuple[int, bool]]:
+    """Return each token of a text, and whether it was drafted and accepted.
+
+    The next text can draft from this one.
+    """
+    handle = served.submit(
+        PROMPT, max_new_tokens=24, eos_token_ids=(), seed=seed, temperature=1.0, **options
+    )
+    pieces = list(handle)
+    assert served._loop.answers is not None
+    served._loop.answers.wait()
+    return [pair for piece in pieces for pair in zip(piece.tokens, piece.accepted, strict=True)]
+
+
+def accepted(pairs: list[tuple[int, bool]]) -> int:
+    return sum(was_drafted for _, was_drafted in pairs)
+
+
+@pytest.fixture(scope="module")
+def plain(target) -> list[int]:
+    with Engine(target, rows=2, capacity=64, page=8, chunk=8) as served:
+        handle = served.submit(PROMPT, max_new_tokens=24, eos_token_ids=(), seed=1, temperature=1.0)
+        return list(handle.result().tokens)
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param(
+            SUFFIX, marks=pytest.mark.represents("drafts from earlier answers"), id="suffix"
+        ),
+        pytest.param(
+            Together((PromptLookup(draft=Chain(2)), Suffix(draft=DynamicTree(2, 4, 6)))),
+            marks=pytest.mark.full,
+            id="together",
+        ),
+    ],
+)
+def test_a_text_drafts_from_earlier_answers_of_its_own_tenant_alone(target, plain, drafter) -> None:
+    with engine(target, drafter) as served:
+        first = drafted(served, tenant="a")
+        compiled = compilations()
+        second = drafted(served, tenant="a")
+        assert accepted(second) >= 15 > accepted(first)
+        for name, salt in (("b", ""), ("a", "b"), ("", "")):
+            foreign = drafted(served, tenant=name, cache_salt=salt)
+            assert foreign == first  # bit for bit
+        assert drafted(served, tenant="a") == second
+        assert compilations() == compiled
+    assert [token for token, _ in first] == [token for token, _ in second] == plain
+
+
+def test_a_text_that_is_not_stored_neither_drafts_from_others_nor_is_drafted_from(
+    target, plain
+) -> None:
+    with engine(target) as served:
+        first = drafted(served, tenant="a", store=False)
+        assert drafted(served, tenant="a") == first
+        assert drafted(served, tenant="a", store=False) == first
+        assert accepted(drafted(served, tenant="a")) > accepted(first)
+    assert [token for token, _ in first] == plain
+
+
+@pytest.mark.full
+def test_many_tenants_take_turns_in_few_rows(target) -> None:
+    """Check that the drafts of each are as if it were alone, preempted and cut texts included."""
+    tenants = [str(number) for number in range(5)]
+    with engine(target) as served:
+        alone = [drafted(served, seed, tenant="alone") for seed in (1, 2, 1, 2)]
+    with engine(target) as served:
+        together: dict[str, list[Any]] = {tenant: [] for tenant in tenants}
+        for seed in (1, 2, 1, 2):
+            for tenant in tenants:
+                together[tenant].append(drafted(served, seed, tenant=tenant))
+        assert all(texts == alone for texts in together.values())
+        # At once, with few pages: drafts differ in time, but no text does.
+        handles = [
+            served.submit(
+                PROMPT,
+                max_new_tokens=24,
+                eos_token_ids=(),
+                seed=seed,
+                temperature=1.0,
+                tenant=tenant,
+            )
+            for tenant in tenants
+            for seed in (1, 2)
+        ]
+        texts = [list(handle.result(60).tokens) for handle in handles]
+    expected = [[token for token, _ in pairs] for pairs in alone[:2]]
+    assert texts == expected * len(tenants)
+
+
+def test_a_segment_of_another_tenant_would_be_noticed(target, monkeypatch) -> None:
+    """Break it on purpose: all tenants share the first segment."""
+    monkeypatch.setattr(EarlierAnswers, "newest", _newest_of_any(EarlierAnswers.newest))
+    with engine(target) as served:
+        first = drafted(served, tenant="a")
+        assert drafted(served, tenant="b") != first
+
+
+def _newest_of_any(newest: Any) -> Any:
+    def of_any(self: EarlierAnswers, tenant: Tenant) -> Any:
+        return newest(self, next(iter(self._tenants), tenant))
+
+    return of_any
+
+
+@pytest.mark.parametrize(
+    ("drafter", "capacity", "message"),
+    [
+        (SUFFIX, 1023, "earlier_answers=1023: give from 1,024 to"),
+        (SUFFIX, -1, "earlier_answers=-1: give from"),
+        (PromptLookup(), 1024, "earlier_answers=1024: the drafter does not search them"),
+        (NoDraft(), 1024, "earlier_answers=1024: the drafter does not search them"),
+    ],
+)
+def test_what_an_engine_cannot_keep_is_refused(target, drafter, capacity, message) -> None:
+    with pytest.raises(InputError, match=message):
+        Engine(target, drafter, earlier_answers=capacity, capacity=64)
+
+
+@pytest.mark.full
+def test_predictions_grammars_and_penalties_beside_earlier_answers(target) -> None:
+    """Check drafters that wrap the suffix drafter: their texts are those of plain decoding."""
+    options: dict[str, Any] = {"max_prediction": 4, "penalties": True, "max_logprobs": 1}
+    stated = [
+        {},
+        {"prediction": [5, 9, 2]},
+        {"presence_penalty": 0.7},
+        {"logprobs": 1},
+    ]
+    texts = []
+    for earlier in (0, CAPACITY):
+        with Engine(
+            target,
+            SUFFIX,
+            rows=2,
+            capacity=64,
+            page=8,
+            chunk=8,
+            earlier_answers=earlier,
+            **options,
+        ) as served:
+            texts.append(
+                [
+                    list(
+                        served.submit(PROMPT, max_new_tokens=16, eos_token_ids=(), seed=3, **more)
+                        .result(60)
+                        .tokens
+                    )
+                    for more in stated * 2
+                ]
+            )
+    assert texts[0] == texts[1]
