@@ -150,6 +150,8 @@ class MoE:
         latent_size: the size of a projection of the hidden state that the experts read, and from
             which a second projection makes the sum of their outputs (Nemotron 3 Super); None: they
             read the hidden state. The router and the shared experts always read that.
+        added_to_sum: the number that is added to the sum by which weights are divided; sigmoids may
+            all be 0.
 
     Examples:
         >>> from dataclasses import replace
@@ -178,6 +180,7 @@ class MoE:
     scales_inputs: bool = False
     beside_mlp: bool = False
     latent_size: int | None = None
+    added_to_sum: float = 1e-20
 
     def __post_init__(self) -> None:
         if self.scales_inputs and self.experts_per_token != 1:
@@ -296,16 +299,16 @@ class ModelConfig:
     ``per_layer_inputs``: the size of an input of every layer for each token, from an embedding of
     ``per_layer_vocab_size`` tokens (Gemma 4's E2B and E4B); 0 for none. ``gated_attention``: the
     output of each query head is multiplied by a gate (Qwen3.5). The ``linear_layers`` have
-    ``linear`` attention or Mamba-2, which keep a state, in place of ordinary attention; ``linear``
-    has its sizes. If ``mlp_layers`` are given, every layer has one block with one norm: these have
-    an MLP or experts alone, and remember nothing; the others have no MLP (Nemotron-H). With
-    ``rope_interleaved`` rotated pairs of ordinary attention are neighbours (GLM-4), otherwise
-    halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated before their norms
-    (Hunyuan). ``value_dim`` is the size of a head's value, None for ``head_dim``, and
-    ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries and keys of layers
-    with RoPE are normed after it, without a weight, and with ``windows_aligned`` a window begins at
-    a multiple of its size: a query sees the chunk that it is in (Llama 4). ``factors`` are constant
-    factors inside every layer (Falcon-H1).
+    ``linear`` attention, Mamba-2 or a short convolution, which keep a state, in place of ordinary
+    attention; ``linear`` has its sizes. If ``mlp_layers`` are given, every layer has one block with
+    one norm: these have an MLP or experts alone, and remember nothing; the others have no MLP
+    (Nemotron-H). With ``rope_interleaved`` rotated pairs of ordinary attention are neighbours
+    (GLM-4), otherwise halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated
+    before their norms (Hunyuan). ``value_dim`` is the size of a head's value, None for
+    ``head_dim``, and ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries
+    and keys of layers with RoPE are normed after it, without a weight, and with ``windows_aligned``
+    a window begins at a multiple of its size: a query sees the chunk that it is in (Llama 4).
+    ``factors`` are constant factors inside every layer (Falcon-H1).
 
     Examples:
         >>> from dataclasses import replace
@@ -563,7 +566,7 @@ class ModelConfig:
         return layer if source is None else source
 
     def is_linear(self, layer: int) -> bool:
-        """Return True if a layer has linear attention, or Mamba-2."""
+        """Return True if a layer has linear attention, Mamba-2 or a short convolution."""
         return layer in self.linear_layers
 
     def has_mixer(self, layer: int) -> bool:

@@ -14,11 +14,12 @@ from specjax.models.cache import Entry
 from specjax.models.config import LayerFactors, ModelConfig
 from specjax.models.linear_attention import Context, linear_attention
 from specjax.models.mamba2 import mamba2
-from specjax.models.memory import LinearAttention, Mamba2, StateSizes
+from specjax.models.memory import LinearAttention, Mamba2, ShortConvolution, StateSizes
 from specjax.models.params import Params
 from specjax.models.primitives import activate, apart, linear, mlp, rms_norm, scaled
 from specjax.models.quantized_cache import CacheType, quantize
 from specjax.models.rope import Rotations, separate_pairs
+from specjax.models.short_convolution import short_convolution
 from specjax.models.states import State
 
 
@@ -163,6 +164,7 @@ def normed(params: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.
 WITH_STATE: dict[type[StateSizes | None], Callable[..., tuple[jax.Array, Any]]] = {
     LinearAttention: linear_attention,
     Mamba2: mamba2,
+    ShortConvolution: short_convolution,
 }
 """The layers that keep a state, by the class of its sizes (see `specjax.models.memory`).
 

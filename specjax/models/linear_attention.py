@@ -124,6 +124,7 @@ def follow(
     ``convolved`` are the inputs of the convolution, ``[B, heads, T, dim]`` each.
     """
     state, ancestry = context.state, context.ancestry
+    assert state.table is not None
     if ancestry.documents is not None:
         return read_documents(tokens, ancestry.documents), ()
     if ancestry.is_chain:
@@ -135,9 +136,7 @@ def follow(
     if ancestry.drafted is not None:
         joined = [
             jnp.concatenate(parts, axis=2)
-            for parts in zip(
-                *(state.split(entry)[0].parts for entry in context.drafted), strict=True
-            )
+            for parts in zip(*(state.split(entry)[0] for entry in context.drafted), strict=True)
         ]
         before = Node(*joined), ancestry.drafted
     y, node = read_tree(state.table, tokens, ancestry.own, before)
@@ -184,13 +183,20 @@ def _gates(params: Params, b: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def convolve(
-    params: Params, names: str, convolved: tuple[jax.Array, ...], context: Context
+    params: Params, names: Sequence[str], convolved: tuple[jax.Array, ...], context: Context
+) -> list[jax.Array]:
+    """Return SiLU of the short convolution of each of a layer's inputs, as `sums_of_newest`."""
+    return list(map(jax.nn.silu, sums_of_newest(params, names, convolved, context)))
+
+
+def sums_of_newest(
+    params: Params, names: Sequence[str], convolved: tuple[jax.Array, ...], context: Context
 ) -> list[jax.Array]:
     """Return the short convolution of each of a layer's inputs, as `_convolved`.
 
     Args:
         params: the parameters of the layer.
-        names: a letter for each input; its weight is ``conv_`` and the letter.
+        names: the name of each input; that of its weight is ``conv_`` and the name.
         convolved: the inputs from the tokens of the call, ``[B, heads, T, dim]`` each.
         context: the tokens before.
     """
@@ -213,7 +219,7 @@ def _convolved(
     new: jax.Array,
     ancestry: Ancestry,
 ) -> jax.Array:
-    """Return the short convolution ``[B, heads, T, dim]`` float32: SiLU of a weighted sum.
+    """Return the short convolution ``[B, heads, T, dim]`` float32: a weighted sum.
 
     The sum is over each token of the call and the newest tokens before it on its path.
 
@@ -252,7 +258,7 @@ def _convolved(
     total = sum(shares[1:], shares[0])
     if bias is not None:
         total = total + bias.astype(jnp.float32).reshape(heads, 1, dim)
-    return jax.nn.silu(total)
+    return total
 
 
 def _unit(x: jax.Array) -> jax.Array:

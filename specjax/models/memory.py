@@ -13,17 +13,18 @@ and families that read and write config.json, know the kinds. All else asks `Mod
   by the class of the sizes. It reads the state and the entries on each token's path, and writes
   nothing.
 - *How an accepted path is written.* Entries go into slots. `State.append` writes a path into a
-  state: every state here is a table for each head, which decays and to which a token adds a product
-  of two vectors, and the newest inputs of a short convolution.
+  state. Every state here has the newest inputs of a short convolution. Most have a table for each
+  head as well (`TableSizes`), which decays and to which a token adds a product of two vectors.
 - *How it is sharded.* By ``key_heads``: everything that belongs to one of these is on one device.
 - *What it costs.* ``state_size``, ``state_bytes`` and ``node_bytes``, for `specjax.planning.work`.
 - *How checkpoints name it.* `StateSizes.declare` declares the parameters of such a layer.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from specjax.errors import InputError, check_minimum
 from specjax.models.param import Init, Param, matrix, norm
@@ -32,41 +33,44 @@ Parts = Sequence[tuple[int, int]]
 """The ``(heads, dim)`` of each part of a layer's entry of a token."""
 
 
+class NodePart(NamedTuple):
+    """An array of the entry of a drafted token.
+
+    Attributes:
+        heads: the number of heads.
+        shape: the shape of the numbers of a head; ``()`` for one number.
+        in_float32: whether its numbers are in float32; otherwise in the type of the activations.
+    """
+
+    heads: int
+    shape: tuple[int, ...]
+    in_float32: bool
+
+
 class StateSizes(ABC):
     """The sizes of a layer's state, and of the entries of its drafted tokens.
 
-    The state is a table ``[value_heads, key_dim, value_dim]`` in float32, and the inputs of a
-    convolution over the newest tokens. A subclass is a frozen dataclass for each kind of layer.
+    The state has the inputs of a convolution over the newest tokens, and may have a table for each
+    head, in float32. A subclass is a frozen dataclass for each kind of layer.
 
     Attributes:
-        key_heads: the number of heads of the vectors that select rows of the table. It is also the
-            number of parts into which a mesh may divide the layer.
-        value_heads: the number of heads of the vectors that are written, each with a table; a
-            multiple of ``key_heads``.
-        key_dim: the number of rows of a table.
-        value_dim: the number of columns of a table.
+        key_heads: the number of parts into which a mesh may divide the layer.
         kernel: the kernel size of the convolution, in tokens, the newest included.
         beside_attention: whether the layers have attention as well, with entries of their own. Both
             read the same input, and their outputs are summed.
-        has_steps: whether a drafted token's update is a vector times a step. Its entry then has the
-            vectors in the type of the activations, and the step; otherwise all is in float32.
 
     Examples:
-        Two value heads for each key head, each with a table of 8 rows and 6 columns:
+        A state of two tokens' inputs, and nothing else:
 
-        >>> from specjax.models.memory import LinearAttention
-        >>> sizes = LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6)
-        >>> sizes.group, sizes.state_size, sizes.state_bytes(number_bytes=4)
-        (2, 192, 1440)
+        >>> from specjax.models.memory import ShortConvolution
+        >>> sizes = ShortConvolution(channels=16)
+        >>> sizes.state_size, sizes.state_bytes(number_bytes=2), sizes.node_bytes(number_bytes=2)
+        (0, 64, 32)
     """
 
     key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
     kernel: int
     beside_attention: bool = False
-    has_steps: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -84,14 +88,19 @@ class StateSizes(ABC):
         """
 
     @property
-    def group(self) -> int:
-        """The number of value heads for each key head."""
-        return self.value_heads // self.key_heads
+    def table(self) -> tuple[int, int, int] | None:
+        """The ``(heads, rows, columns)`` of the tables; None if there are none."""
+        return None
+
+    @property
+    def node(self) -> tuple[NodePart, ...]:
+        """The parts of a drafted token's entry before the inputs of the convolution."""
+        return ()
 
     @property
     def state_size(self) -> int:
         """The size of a row's state, without the convolution's newest tokens."""
-        return self.value_heads * self.key_dim * self.value_dim
+        return 0 if self.table is None else math.prod(self.table)
 
     def state_bytes(self, number_bytes: float) -> float:
         """Return the bytes of a row's state, with the convolution's newest tokens.
@@ -100,30 +109,75 @@ class StateSizes(ABC):
         """
         return 4 * self.state_size + (self.kernel - 1) * self._convolved_size * number_bytes
 
-    @property
-    def node_parts(self) -> int:
-        """The number of parts of a drafted token's entry before the inputs of the convolution.
-
-        They are two vectors, the decay, and the step if there is one.
-        """
-        return 4 if self.has_steps else 3
-
     def node_bytes(self, number_bytes: float) -> float:
         """Return the bytes of the entry of a drafted token; see `state_bytes`."""
-        vectors = self.key_heads * self.key_dim + self.value_heads * self.value_dim
-        vector_bytes = number_bytes if self.has_steps else 4
-        gates = self.value_heads * (self.node_parts - 2)
-        return 4 * gates + vectors * vector_bytes + self._convolved_size * number_bytes
+        parts = (
+            part.heads * math.prod(part.shape) * (4 if part.in_float32 else number_bytes)
+            for part in self.node
+        )
+        return sum(parts) + self._convolved_size * number_bytes
 
     @property
     def _convolved_size(self) -> int:
         return sum(heads * dim for heads, dim in self.convolved)
 
+    def _check_kernel(self) -> None:
+        """Raise InputError if the convolution reads no earlier token."""
+        if self.kernel < 2:
+            raise InputError(f"kernel={self.kernel}: must be at least 2 tokens")
+
+
+class TableSizes(StateSizes):
+    """The sizes of a state with a table ``[value_heads, key_dim, value_dim]`` in float32.
+
+    Attributes:
+        key_heads: the number of heads of the vectors that select rows of the table.
+        value_heads: the number of heads of the vectors that are written, each with a table; a
+            multiple of ``key_heads``.
+        key_dim: the number of rows of a table.
+        value_dim: the number of columns of a table.
+        kernel: as in `StateSizes`, like ``beside_attention``.
+        has_steps: whether a drafted token's update is a vector times a step. Its entry then has the
+            vectors in the type of the activations, and the step; otherwise all is in float32.
+
+    Examples:
+        Two value heads for each key head, each with a table of 8 rows and 6 columns:
+
+        >>> from specjax.models.memory import LinearAttention
+        >>> sizes = LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6)
+        >>> sizes.group, sizes.state_size, sizes.state_bytes(number_bytes=4)
+        (2, 192, 1440)
+    """
+
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    has_steps: ClassVar[bool] = False
+
+    @property
+    def group(self) -> int:
+        """The number of value heads for each key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def table(self) -> tuple[int, int, int]:
+        """The ``(heads, rows, columns)`` of the tables."""
+        return (self.value_heads, self.key_dim, self.value_dim)
+
+    @property
+    def node(self) -> tuple[NodePart, ...]:
+        """The parts of an entry: two vectors, the decay, and the step if there is one."""
+        vectors = (
+            NodePart(self.key_heads, (self.key_dim,), not self.has_steps),
+            NodePart(self.value_heads, (self.value_dim,), not self.has_steps),
+        )
+        number = NodePart(self.value_heads, (), in_float32=True)
+        return (*vectors, number, *(number,) * self.has_steps)
+
     def _check(self) -> None:
         """Raise InputError if a size is too small, or heads cannot be divided into groups."""
         check_minimum(1, self, ("key_heads", "value_heads", "key_dim", "value_dim"))
-        if self.kernel < 2:
-            raise InputError(f"kernel={self.kernel}: must be at least 2 tokens")
+        self._check_kernel()
         if self.value_heads % self.key_heads:
             raise InputError(
                 f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}:"
@@ -163,7 +217,7 @@ class LayerMemory:
 
 
 @dataclass(frozen=True)
-class LinearAttention(StateSizes):
+class LinearAttention(TableSizes):
     """Layers that keep a state of fixed size: the gated delta rule (arXiv 2412.06464).
 
     Qwen3-Next and Qwen3.5 have it (Yang et al. 2024). See `specjax.models.linear_attention`.
@@ -263,7 +317,7 @@ class LinearAttention(StateSizes):
 
 
 @dataclass(frozen=True)
-class Mamba2(StateSizes):
+class Mamba2(TableSizes):
     """Layers of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). See `specjax.models.mamba2`.
 
     Attributes:
@@ -360,5 +414,74 @@ class Mamba2(StateSizes):
             layer |= {
                 f"{name}_bias": split((size,), f"{name}_proj.bias", init="zeros")
                 for name, size in sizes.items()
+            }
+        return layer
+
+
+@dataclass(frozen=True)
+class ShortConvolution(StateSizes):
+    """Layers of a gated convolution over a few tokens (LFM2, Liquid AI 2025).
+
+    The state has the newest inputs alone. See `specjax.models.short_convolution`.
+
+    Attributes:
+        channels: the number of channels of the convolution. It is the size of the hidden states.
+        kernel: as in `StateSizes`.
+        bias: whether the projections and the convolution have biases.
+        key_heads: the number of parts into which a mesh may divide the channels. It follows from
+            their number.
+
+    Examples:
+        A layer of LFM2-1.2B. The entry of a drafted token is half as large as the state:
+
+        >>> from specjax.models.memory import ShortConvolution
+        >>> sizes = ShortConvolution(channels=2048)
+        >>> sizes.convolved, sizes.state_bytes(2), sizes.node_bytes(2)
+        (((8, 256),), 8192, 4096)
+    """
+
+    channels: int
+    kernel: int = 3
+    bias: bool = False
+    key_heads: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_minimum(1, self, ("channels",))
+        self._check_kernel()
+        # Channels are independent, so any number of parts would do. Parts of many channels suit the
+        # layouts of accelerators.
+        object.__setattr__(self, "key_heads", math.gcd(self.channels, 8))
+
+    @property
+    def convolved(self) -> tuple[tuple[int, int], ...]:
+        """The ``(heads, dim)`` of the convolution's input: parts of the channels."""
+        return ((self.key_heads, self.channels // self.key_heads),)
+
+    def declare(self, prefix: str, hidden: int, stddev: float) -> dict[str, Param]:
+        """Declare the projections and the convolution, sharded by channels."""
+        size, inputs, units = (self.channels, "kv_heads"), (hidden, None), self.key_heads
+        prefix += "conv."
+        layer = {
+            name: matrix(f"{prefix}{name}_proj", inputs, size, units=units)
+            for name in ("gate_in", "gate_out", "value")
+        }
+        layer["conv_value"] = Param(
+            (self.channels, 1, self.kernel),
+            ("kv_heads", None, None),
+            f"{prefix}conv.weight",
+            stddev=0.3,
+            units=units,
+        )
+        layer["o"] = matrix(f"{prefix}out_proj", size, inputs, stddev, units=units)
+        if self.bias:
+            layer |= {
+                f"{name}_bias": Param(
+                    param.shape[1:] if len(param.shape) == 2 else param.shape[:1],
+                    param.axes[1:] if len(param.shape) == 2 else param.axes[:1],
+                    param.name.removesuffix("weight") + "bias",
+                    "zeros",
+                    units=units,
+                )
+                for name, param in layer.items()
             }
         return layer

@@ -92,7 +92,7 @@ def route(
     _, chosen = jax.lax.top_k(preference, moe.experts_per_token)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if moe.normalise:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)  # sigmoids may all be 0
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + moe.added_to_sum)
     if moe.beside_mlp:
         weights = weights * params["expert_scale"].astype(jnp.float32)[chosen]
     return chosen, weights * moe.scale

@@ -18,6 +18,8 @@ from specjax.models.families.gpt_oss import GPT_OSS
 from specjax.models.families.granite import GRANITE
 from specjax.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from specjax.models.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
+from specjax.models.families.lfm2 import LFM2
+from specjax.models.families.lfm2_moe import LFM2_MOE
 from specjax.models.families.llama import LLAMA
 from specjax.models.families.llama4 import LLAMA4, LLAMA4_TEXT
 from specjax.models.families.mimo_v2_flash import MIMO_V2_FLASH
@@ -85,6 +87,8 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": GRANITEMOEHYBRID,
     "bamba": BAMBA,
     "falcon_h1": FALCON_H1,
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2_MOE,
 }
 """The families by the ``model_type`` of config.json."""
 
@@ -99,7 +103,7 @@ REFUSED: dict[str, str] = {
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(
-        ("lfm2", "lfm2_moe", "recurrent_gemma", "kimi_linear", "rwkv"),
+        ("recurrent_gemma", "kimi_linear", "rwkv"),
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _MIXES_STREAMS),

@@ -98,7 +98,7 @@ def format_fields(config: ModelConfig) -> JsonObject:
         ],
         "partial_rotary_factor": config.rope.turned,
     }
-    if (sizes := config.linear) is None:  # as in a module of one layer
+    if not isinstance(sizes := config.linear, LinearAttention):  # as in a module of one layer
         return fields
     return fields | {
         "linear_conv_kernel_dim": sizes.kernel,

@@ -400,7 +400,7 @@ REFUSALS = [
         {"model_type": "gemma3n"},
         "model_type='gemma3n' is not supported: its residual streams",
     ),
-    ("gpt_oss", {"model_type": "lfm2"}, "its layers keep a state of another kind"),
+    ("gpt_oss", {"model_type": "jamba"}, "its layers keep a state of another kind"),
     ("gpt_oss", {"model_type": "glm_moe_dsa"}, r"selects tokens with an indexer \(index_topk\)"),
     (
         "exaone4",

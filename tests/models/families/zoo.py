@@ -70,6 +70,10 @@ _MAMBA2_ALONE = {name: SIZES[name] for name in SIZES if name != "num_hidden_laye
     "ssm_state_size": 10,
     "time_step_min": 1e-9,  # transformers raises smaller steps to it in prompts alone
 }
+_CONVOLUTIONS = SIZES | {
+    "max_position_embeddings": 1024,
+    "layer_types": ["conv", _FULL, "conv", "conv"],
+}
 GROUPED_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -426,6 +430,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False,
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        _CONVOLUTIONS | {"block_multiple_of": 20, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "lfm2 with biases": (
+        "Lfm2",
+        _CONVOLUTIONS
+        | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}
+        | {"tie_word_embeddings": False},
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        _CONVOLUTIONS
+        | {
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "mimo_v2_flash": (
         "MiMoV2Flash",
         {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -456,6 +481,8 @@ FULL_ALONE = (
     "granitemoehybrid",
     "nemotron_h with experts",
     "falcon_h1",
+    "lfm2 with biases",
+    "lfm2_moe",
 )
 """Models whose kinds of layers are those of others: `make test` leaves them out."""
 
