@@ -109,9 +109,12 @@ def linear_attention(
     *projected, z, b, a = _projections(params, sizes, x)
     convolved = tuple(part.transpose(0, 2, 1, 3) for part in projected)
     q, k, v = convolve(params, "qkv", convolved, context)
-    tokens = DeltaRuleInputs(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, *_gates(params, b, a))
+    tokens = DeltaRuleInputs(
+        unit(q) * sizes.key_dim**-0.5, unit(k), v, *_gates(params, sizes, b, a)
+    )
     y, memory = follow(tokens, context, convolved)
-    y = rms_norm(y.transpose(0, 2, 1, 3).astype(x.dtype), params["norm"], config.norm_eps)
+    eps = config.norm_eps if sizes.norm_eps is None else sizes.norm_eps
+    y = rms_norm(y.transpose(0, 2, 1, 3).astype(x.dtype), params["norm"], eps)
     gated = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
     return linear(params, "o", gated.astype(x.dtype).reshape(*x.shape[:2], -1)), memory
 
@@ -173,11 +176,13 @@ def _projections(params: Params, sizes: LinearAttention, x: jax.Array) -> tuple[
     return (q, k, heads(v, sizes.value_heads), heads(z, sizes.value_heads), *flat)
 
 
-def _gates(params: Params, b: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gates(
+    params: Params, sizes: LinearAttention, b: jax.Array, a: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return beta, and the logarithm of alpha, ``[B, value_heads, T]`` float32."""
     b, a = (gate.astype(jnp.float32).transpose(0, 2, 1) for gate in (b, a))
     rate = jnp.exp(params["log_rate"].astype(jnp.float32))[:, None]
-    return jax.nn.sigmoid(b), -rate * jax.nn.softplus(
+    return sizes.largest_share * jax.nn.sigmoid(b), -rate * jax.nn.softplus(
         a + params["rate_bias"].astype(jnp.float32)[:, None]
     )
 
@@ -261,6 +266,6 @@ def _convolved(
     return total
 
 
-def _unit(x: jax.Array) -> jax.Array:
+def unit(x: jax.Array) -> jax.Array:
     """Return ``x`` divided by its length; vectors of zeros stay zeros."""
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)

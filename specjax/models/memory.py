@@ -33,6 +33,10 @@ Parts = Sequence[tuple[int, int]]
 """The ``(heads, dim)`` of each part of a layer's entry of a token."""
 
 
+Side = tuple[int, str | None]
+"""The size and the logical axis of one side of a matrix."""
+
+
 class NodePart(NamedTuple):
     """An array of the entry of a drafted token.
 
@@ -233,6 +237,10 @@ class LinearAttention(TableSizes):
             output gates, and another the two gates of the rule; in both the outputs of a key head
             are contiguous (Qwen3-Next). False: one matrix makes queries, keys and values, one after
             the other, and each gate has a matrix (Qwen3.5).
+        largest_share: the factor of the sigmoid that gives the share of a value that is written.
+            With 2 the table may also be reflected along a key (Grazzi et al. 2024, arXiv
+            2411.12537; OLMo Hybrid).
+        norm_eps: the epsilon of the norm of the rule's output; None: that of the model's norms.
 
     Examples:
         The numbers of a row's state, and the bytes of a drafted token in bfloat16:
@@ -249,6 +257,8 @@ class LinearAttention(TableSizes):
     value_dim: int
     kernel: int = 4
     by_key_head: bool = False
+    largest_share: float = 1.0
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         self._check()
@@ -416,6 +426,88 @@ class Mamba2(TableSizes):
                 for name, size in sizes.items()
             }
         return layer
+
+
+@dataclass(frozen=True)
+class KimiDeltaAttention(TableSizes):
+    """Layers of Kimi Delta Attention (Kimi Linear, arXiv 2510.26692).
+
+    It is the gated delta rule whose table has a decay for each row. See
+    `specjax.models.kimi_delta_attention`.
+
+    Attributes:
+        key_heads: the number of heads.
+        key_dim: the size of a head's query, key and value.
+        kernel: as in `StateSizes`.
+        value_heads: the number of heads.
+        value_dim: the size of a head's value.
+
+    Examples:
+        A layer of Kimi Linear 48B-A3B: the numbers of a row's state, and the bytes of a drafted
+        token in bfloat16:
+
+        >>> from specjax.models.memory import KimiDeltaAttention
+        >>> sizes = KimiDeltaAttention(key_heads=32, key_dim=128)
+        >>> sizes.state_size, sizes.node_bytes(2)
+        (524288, 73728)
+    """
+
+    key_heads: int
+    key_dim: int
+    kernel: int = 4
+    value_heads: int = field(init=False)
+    value_dim: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_heads", self.key_heads)
+        object.__setattr__(self, "value_dim", self.key_dim)
+        self._check()
+
+    @property
+    def convolved(self) -> tuple[tuple[int, int], ...]:
+        """The ``(heads, dim)`` of the convolution's inputs: queries, keys and values."""
+        return ((self.key_heads, self.key_dim),) * 3
+
+    @property
+    def node(self) -> tuple[NodePart, ...]:
+        """The parts of an entry: two vectors, and the decay of each row."""
+        return (NodePart(self.key_heads, (self.key_dim,), in_float32=True),) * 3
+
+    def declare(self, prefix: str, hidden: int, stddev: float) -> dict[str, Param]:
+        """Declare the matrices, and the decays; everything is sharded by heads."""
+        inputs, rank, units = (hidden, None), (self.key_dim, None), self.key_heads
+        prefix += "self_attn."
+        size, heads = (self.key_heads * self.key_dim, "kv_heads"), (self.key_heads, "kv_heads")
+
+        def product(name: str, inputs: Side, outputs: Side, is_product: bool = True) -> Param:
+            return matrix(
+                f"{prefix}{name}_proj", inputs, outputs, units=units, is_product=is_product
+            )
+
+        def split(name: str, shape: tuple[int, ...], **options: Any) -> Param:
+            axes = ("kv_heads", *(None,) * (len(shape) - 1))
+            return Param(shape, axes, f"{prefix}{name}", units=units, **options)
+
+        layer = {name: product(name, inputs, size) for name in "qkv"}
+        layer |= {
+            "beta": product("b", inputs, heads, is_product=False),
+            "decay_in": product("f_a", inputs, rank),
+            "decay": product("f_b", rank, size),
+            "output_gate_in": product("g_a", inputs, rank),
+            "output_gate": product("g_b", rank, size),
+        }
+        layer |= {
+            f"conv_{name}": split(f"conv_{name}.weight", (size[0], 1, self.kernel), stddev=0.3)
+            for name in "qkv"
+        }
+        # Decays are products of many factors near 1: kept in float32.
+        rates = split("A_log", (self.key_heads, 1), init="log_rates", dtype="float32")
+        return layer | {
+            "log_rate": rates,
+            "rate_bias": split("dt_bias", (size[0],), init="ones", dtype="float32"),
+            "norm": norm(f"{prefix}o_norm", self.key_dim),
+            "o": matrix(f"{prefix}o_proj", size, inputs, stddev, units=units),
+        }
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from specjax import sharding
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.params import Params
-from specjax.models.primitives import activate, linear, mlp, rms_norm
+from specjax.models.primitives import activate, gated_unit, linear, mlp, rms_norm
 from specjax.models.sorted_experts import run_sorted
 from specjax.shape_checks import shape_checked
 
@@ -56,7 +56,7 @@ def mixture(
         y = linear(params, "latent_out", y)
     if not moe.shared_experts:
         return y
-    shared = mlp(params, x, "shared_", config.activation)
+    shared = mlp(params, x, "shared_", config.activation, limit=config.mlp_limit)
     return y + (
         jax.nn.sigmoid(linear(params, "shared_scale", x)) * shared if moe.shared_gated else shared
     )
@@ -235,7 +235,7 @@ def _gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
     """
     assert config.moe is not None
     if (limit := config.moe.limit) is None:
-        return activate(gate, config.activation) * up
+        return gated_unit(gate, up, config.activation, config.experts_limit)
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 

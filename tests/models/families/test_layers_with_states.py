@@ -35,13 +35,13 @@ def zoo_model(tmp_path_factory):
     return of
 
 
-FULL = ("nemotron_h", "lfm2")
+FULL = ("nemotron_h", "lfm2", "kimi_linear")
 """A family with each kind of layer; those of Qwen3.5 are in ``test_hybrids.py``."""
 
 NAMES = (
     *FULL,
     *("nemotron_h with experts", "granitemoehybrid", "bamba", "falcon_h1"),
-    *("lfm2 with biases", "lfm2_moe"),
+    *("lfm2 with biases", "lfm2_moe", "olmo_hybrid", "olmo_hybrid without positions"),
 )
 _MARKS = dict.fromkeys(NAMES, pytest.mark.thorough) | dict.fromkeys(FULL, pytest.mark.full)
 _FIRST, *_OTHERS = (
