@@ -7,9 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import specjax
-from specjax import sharding
-from specjax.drafters import EarlyExit, PromptLookup
 from specjax.errors import InputError
 from specjax.models.config import MoE, Rope
 from specjax.models.linear_attention import Ancestry, Context
@@ -17,9 +14,7 @@ from specjax.models.mamba2 import mamba2
 from specjax.models.memory import LayerMemory, Mamba2
 from specjax.models.states import State, empty_nodes
 from specjax.planning import work
-from specjax.sampling import Sampling
-from specjax.serving.engine import Engine
-from tests.conftest import SHAPES, tiny_config, tiny_target
+from tests.conftest import tiny_config
 from tests.models.state_layers import StateLayer, chain_of, of_newest, silu
 
 SIZES = Mamba2(key_heads=2, value_heads=6, key_dim=8, value_dim=4)
@@ -153,55 +148,6 @@ HYBRID = {  # one layer of Mamba-2, one with attention, and an MLP alone
     "activation": "relu2",
     "rope": Rope(kind="none"),
 }
-PROMPT = np.array([[1, 2, 3, 1, 2, 3, 1, 2]])
-
-
-def generated(target, drafter):
-    options = {"max_new_tokens": 24, "sampling": Sampling(temperature=0.0)}
-    result = specjax.generate(target, drafter, PROMPT, **options)
-    return np.asarray(result.tokens)
-
-
-@pytest.mark.thorough
-def test_on_two_devices_the_text_is_the_same(tmp_path) -> None:
-    """A device has the heads of a group, with their states."""
-    hybrid = tiny_target(**HYBRID, scale=4.0)
-    hybrid.save_pretrained(tmp_path)
-    split = specjax.Target.from_pretrained(
-        tmp_path, dtype=np.float32, mesh=sharding.make_mesh(1, 2)
-    )
-    drafter = EarlyExit(layers=2, draft=SHAPES["static"])
-    np.testing.assert_array_equal(generated(split, drafter), generated(hybrid, drafter))
-    np.testing.assert_array_equal(generated(hybrid, None), generated(hybrid, drafter))
-    table = split.new_cache(2, 8).states[0].table
-    assert table.sharding.shard_shape(table.shape) == (2, 2, 8, 6)
-    conv = split.params["layers"][0]["conv_b"]
-    assert conv.sharding.shard_shape(conv.shape) == (8, 1, 4)
-
-
-@pytest.mark.full
-def test_a_shared_prefix_brings_its_state() -> None:
-    """A second request goes on from the state at the end of a page, and has the text of its own."""
-    target = tiny_target(**HYBRID, scale=4.0, max_positions=256)
-    prompt = np.random.default_rng(0).integers(0, 11, 40).tolist()
-    sizes = {"rows": 2, "widths": (2,), "page": 8, "chunk": 16, "capacity": 128, "steps": 4}
-    with Engine(target, PromptLookup(), drafts=("chain:3",), **sizes) as engine:
-        texts = [[*prompt, 1], [*prompt, 7, 2]]
-        handles = []
-        for text in texts:
-            handles.append(engine.submit(text, max_new_tokens=20))
-            handles[-1].result(60.0)
-        assert handles[1].cached_tokens >= 32
-        for text, handle in zip(texts, handles, strict=True):
-            alone_text = specjax.generate(
-                target,
-                None,
-                np.array([text]),
-                max_new_tokens=20,
-                sampling=Sampling(temperature=0.0),
-            )
-            expected = np.asarray(alone_text.tokens)[0, len(text) :]
-            np.testing.assert_array_equal(handle.result(60.0).tokens, expected)
 
 
 def test_the_roofline_counts_states_and_layers_without_a_memory() -> None:

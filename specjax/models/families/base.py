@@ -289,8 +289,8 @@ class Family:
             before = prefix if name.startswith(PREFIX) else beside
             name = before + name.removeprefix(PREFIX)
             for ours, theirs in self.names_elsewhere.items():
-                if name not in shapes and (other := name.replace(ours, theirs)) in shapes:
-                    name = other
+                if name not in shapes and (alternative := name.replace(ours, theirs)) in shapes:
+                    name = alternative
             return replace(param, unit_axes=axes, name=name)
 
         return jax.tree.unflatten(tree, [renamed(param) for param in params])

@@ -96,12 +96,14 @@ def _sparse_layers(stated: Any, count: int) -> Sequence[int]:
 def _ropes(fields: Fields, raw: Fields) -> dict[str, Any]:
     """Return the rope of each kind of layer, and no other field of a rope."""
     ropes, kinds = fields.get("rope_parameters"), raw["layer_types"]
-    others = {"rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None}
+    of_a_model = {"rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None}
     if not isinstance(kinds, list):
-        return others  # refused later
+        return of_a_model  # refused later
     present = {kind for kind in kinds if isinstance(kind, str)}
     if isinstance(ropes, dict) and all(isinstance(ropes.get(kind), dict) for kind in present):
-        return others | {"rope_parameters": {kind: ropes[kind] for kind in present}}
+        share = fields.get("partial_rotary_factor")
+        default = {} if share is None else {"partial_rotary_factor": share}
+        return of_a_model | {"rope_parameters": {kind: default | ropes[kind] for kind in present}}
     thetas, shares = raw["rope_theta"], raw["partial_rotary_factors"]
     ropes = {}
     for kind in present:
@@ -112,7 +114,7 @@ def _ropes(fields: Fields, raw: Fields) -> dict[str, Any]:
             ropes[kind]["partial_rotary_factor"] = _at(shares, first)
     if isinstance(scaling := fields.get("rope_scaling"), dict) and FULL in ropes:
         ropes[FULL] |= scaling
-    return others | {"rope_parameters": ropes}
+    return of_a_model | {"rope_parameters": ropes}
 
 
 def _at(values: list[Any], index: int) -> Any:
@@ -126,16 +128,16 @@ def _parse(fields: Fields) -> dict[str, Any]:
     ropes = parse_by_kind(fields, {FULL: Rope(), WINDOWED: Rope()}, turns_parts=True)
     count, scalar = fields["num_hidden_layers"], fields["query_pre_attn_scalar"]
     scalar = fields["head_dim"] if scalar is None else scalar
-    limits = {
-        "mlp_limit": _limits(fields, "swiglu_limits_shared"),
-        "experts_limit": _limits(fields, "swiglu_limits"),
-    }
+    of_mlps, of_experts = (
+        _limits(fields, name) for name in ("swiglu_limits_shared", "swiglu_limits")
+    )
     heads = _heads(fields)
     layers = tuple(
         Layer(
             num_heads=None if heads[layer] == fields["num_attention_heads"] else heads[layer],
             rope=ropes[FULL] if fields["layer_types"][layer] == FULL else None,
-            **{name: values[layer] for name, values in limits.items()},
+            mlp_limit=of_mlps[layer],
+            experts_limit=of_experts[layer],
         )
         for layer in range(count)
     )

@@ -63,8 +63,8 @@ def test_the_published_form_of_kimi_linear_is_read() -> None:
     assert config.linear == KimiDeltaAttention(key_heads=32, key_dim=128)
     assert config.moe is not None and config.moe.dense_layers == (0,)
     assert (config.max_positions, config.rope.kind) == (1_048_576, "none")
-    written = config_json.format_config(config, "bfloat16")
-    assert config_json.parse_config(written) == config
+    formatted = config_json.format_config(config, "bfloat16")
+    assert config_json.parse_config(formatted) == config
 
 
 def test_the_defaults_of_olmo_hybrid_are_those_of_transformers() -> None:

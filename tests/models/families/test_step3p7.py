@@ -71,8 +71,8 @@ def test_the_published_form_is_read() -> None:
     ]
     assert config.moe is not None and config.moe.dense_layers == (0, 1, 2)
     assert config.num_kv_heads == 8 and config.moe.num_experts == 288
-    written = config_json.format_config(config, "bfloat16")
-    assert written["model_type"] == "step3p5" and config_json.parse_config(written) == config
+    formatted = config_json.format_config(config, "bfloat16")
+    assert formatted["model_type"] == "step3p5" and config_json.parse_config(formatted) == config
 
 
 @pytest.mark.full
