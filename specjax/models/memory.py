@@ -190,6 +190,28 @@ class TableSizes(StateSizes):
 
 
 @dataclass(frozen=True)
+class _DividedParams:
+    """Declares the parameters of a layer that are divided into ``units`` between devices.
+
+    ``prefix`` is the prefix of the names of its tensors.
+    """
+
+    prefix: str
+    units: int
+
+    def product(self, name: str, inputs: Side, outputs: Side, is_product: bool = True) -> Param:
+        """Declare a matrix from size and logical axis of each side."""
+        return matrix(
+            f"{self.prefix}{name}", inputs, outputs, units=self.units, is_product=is_product
+        )
+
+    def split(self, name: str, shape: tuple[int, ...], **options: Any) -> Param:
+        """Declare an array whose first axis is divided; ``options`` are those of `Param`."""
+        axes = ("kv_heads", *(None,) * (len(shape) - 1))
+        return Param(shape, axes, f"{self.prefix}{name}", units=self.units, **options)
+
+
+@dataclass(frozen=True)
 class LayerMemory:
     """The arrays that a layer stores, by their sizes.
 
@@ -281,25 +303,17 @@ class LinearAttention(TableSizes):
         prefix += "linear_attn."
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
 
+        divided = _DividedParams(prefix, units)
+
         def projection(name: str, size: int, is_product: bool = True) -> Param:
-            return matrix(
-                f"{prefix}{name}", inputs, (size, "kv_heads"), units=units, is_product=is_product
-            )
+            return divided.product(name, inputs, (size, "kv_heads"), is_product)
 
         # Decays are products of many factors near 1: kept in float32.
         def per_head(name: str, init: Init) -> Param:
-            return Param(
-                (self.value_heads,),
-                ("kv_heads",),
-                f"{prefix}{name}",
-                init,
-                dtype="float32",
-                units=units,
-            )
+            return divided.split(name, (self.value_heads,), init=init, dtype="float32")
 
         def kernel(name: str, size: int) -> Param:
-            shape, axes = (size, 1, self.kernel), ("kv_heads", None, None)
-            return Param(shape, axes, f"{prefix}conv_{name}.weight", stddev=0.3, units=units)
+            return divided.split(f"conv_{name}.weight", (size, 1, self.kernel), stddev=0.3)
 
         if self.by_key_head:
             projections = {
@@ -382,47 +396,40 @@ class Mamba2(TableSizes):
         prefix += "mamba."
         values, vectors = self.value_heads * self.value_dim, self.key_heads * self.key_dim
 
-        def split(shape: tuple[int, ...], name: str, **options: Any) -> Param:
-            axes = ("kv_heads", *(None,) * (len(shape) - 1))
-            return Param(shape, axes, f"{prefix}{name}", units=units, **options)
-
-        def projection(name: str, size: int, is_product: bool = True) -> Param:
-            return matrix(
-                f"{prefix}{name}_proj",
-                inputs,
-                (size, "kv_heads"),
-                units=units,
-                is_product=is_product,
-            )
-
+        divided = _DividedParams(prefix, units)
         sizes = {"z": values, "x": values, "b": vectors, "c": vectors, "step": self.value_heads}
         heads, float32 = (self.value_heads,), {"dtype": "float32"}
         layer = {
-            name: projection(name, size, is_product=name != "step") for name, size in sizes.items()
+            name: divided.product(f"{name}_proj", inputs, (size, "kv_heads"), name != "step")
+            for name, size in sizes.items()
         }
         layer |= {
-            f"conv_{name}": split((sizes[name], 1, self.kernel), f"conv_{name}.weight", stddev=0.3)
+            f"conv_{name}": divided.split(
+                f"conv_{name}.weight", (sizes[name], 1, self.kernel), stddev=0.3
+            )
             for name in "xbc"
         }
         # Decays are products of many factors near 1: kept in float32.
         layer |= {
-            "log_rate": split(heads, "A_log", init="log_rates", **float32),
-            "rate_bias": split(heads, "dt_bias", init="ones", **float32),
-            "skip": split(heads, "D", init="ones", **float32),
+            "log_rate": divided.split("A_log", heads, init="log_rates", **float32),
+            "rate_bias": divided.split("dt_bias", heads, init="ones", **float32),
+            "skip": divided.split("D", heads, init="ones", **float32),
             "o": matrix(f"{prefix}out_proj", (values, "kv_heads"), inputs, stddev, units=units),
         }
         if self.norm != "none":
-            layer["norm"] = split((values,), "norm.weight", init="ones")
+            layer["norm"] = divided.split("norm.weight", (values,), init="ones")
         if self.output_bias:
             layer["o_bias"] = Param((hidden,), (None,), f"{prefix}out_proj.bias", "zeros")
         if self.convolution_bias:
             layer |= {
-                f"conv_{name}_bias": split((sizes[name],), f"conv_{name}.bias", init="zeros")
+                f"conv_{name}_bias": divided.split(
+                    f"conv_{name}.bias", (sizes[name],), init="zeros"
+                )
                 for name in "xbc"
             }
         if self.projection_bias:
             layer |= {
-                f"{name}_bias": split((size,), f"{name}_proj.bias", init="zeros")
+                f"{name}_bias": divided.split(f"{name}_proj.bias", (size,), init="zeros")
                 for name, size in sizes.items()
             }
         return layer
@@ -479,32 +486,26 @@ class KimiDeltaAttention(TableSizes):
         prefix += "self_attn."
         size, heads = (self.key_heads * self.key_dim, "kv_heads"), (self.key_heads, "kv_heads")
 
-        def product(name: str, inputs: Side, outputs: Side, is_product: bool = True) -> Param:
-            return matrix(
-                f"{prefix}{name}_proj", inputs, outputs, units=units, is_product=is_product
-            )
-
-        def split(name: str, shape: tuple[int, ...], **options: Any) -> Param:
-            axes = ("kv_heads", *(None,) * (len(shape) - 1))
-            return Param(shape, axes, f"{prefix}{name}", units=units, **options)
-
-        layer = {name: product(name, inputs, size) for name in "qkv"}
+        divided = _DividedParams(prefix, units)
+        layer = {name: divided.product(f"{name}_proj", inputs, size) for name in "qkv"}
         layer |= {
-            "beta": product("b", inputs, heads, is_product=False),
-            "decay_in": product("f_a", inputs, rank),
-            "decay": product("f_b", rank, size),
-            "output_gate_in": product("g_a", inputs, rank),
-            "output_gate": product("g_b", rank, size),
+            "beta": divided.product("b_proj", inputs, heads, is_product=False),
+            "decay_in": divided.product("f_a_proj", inputs, rank),
+            "decay": divided.product("f_b_proj", rank, size),
+            "output_gate_in": divided.product("g_a_proj", inputs, rank),
+            "output_gate": divided.product("g_b_proj", rank, size),
         }
         layer |= {
-            f"conv_{name}": split(f"conv_{name}.weight", (size[0], 1, self.kernel), stddev=0.3)
+            f"conv_{name}": divided.split(
+                f"conv_{name}.weight", (size[0], 1, self.kernel), stddev=0.3
+            )
             for name in "qkv"
         }
         # Decays are products of many factors near 1: kept in float32.
-        rates = split("A_log", (self.key_heads, 1), init="log_rates", dtype="float32")
+        rates = divided.split("A_log", (self.key_heads, 1), init="log_rates", dtype="float32")
         return layer | {
             "log_rate": rates,
-            "rate_bias": split("dt_bias", (size[0],), init="ones", dtype="float32"),
+            "rate_bias": divided.split("dt_bias", (size[0],), init="ones", dtype="float32"),
             "norm": norm(f"{prefix}o_norm", self.key_dim),
             "o": matrix(f"{prefix}o_proj", size, inputs, stddev, units=units),
         }
@@ -553,17 +554,13 @@ class ShortConvolution(StateSizes):
         """Declare the projections and the convolution, sharded by channels."""
         size, inputs, units = (self.channels, "kv_heads"), (hidden, None), self.key_heads
         prefix += "conv."
+        divided = _DividedParams(prefix, units)
         layer = {
-            name: matrix(f"{prefix}{name}_proj", inputs, size, units=units)
+            name: divided.product(f"{name}_proj", inputs, size)
             for name in ("gate_in", "gate_out", "value")
         }
-        layer["conv_value"] = Param(
-            (self.channels, 1, self.kernel),
-            ("kv_heads", None, None),
-            f"{prefix}conv.weight",
-            stddev=0.3,
-            units=units,
-        )
+        shape = (self.channels, 1, self.kernel)
+        layer["conv_value"] = divided.split("conv.weight", shape, stddev=0.3)
         layer["o"] = matrix(f"{prefix}out_proj", size, inputs, stddev, units=units)
         if self.bias:
             layer |= {
