@@ -61,7 +61,7 @@ def count_by_transformers(raw: dict[str, Any]) -> int:
     buffers = [
         value
         for name, value in decoder.named_buffers()
-        if name.endswith(("e_score_correction_bias", "layer_scalar"))
+        if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar"))
     ]
     return sum(value.numel() for value in (*parameters.values(), *buffers))
 

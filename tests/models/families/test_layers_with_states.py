@@ -51,7 +51,8 @@ _FIRST, *_OTHERS = (
     "lookup",
     "itself, chain",
 )
-PAIRS = [pytest.param(name, _FIRST, marks=_MARKS[name]) for name in NAMES] + [
+_MARKS_OF_TEXTS = _MARKS | {"kimi_linear": pytest.mark.thorough}  # its tree test is full
+PAIRS = [pytest.param(name, _FIRST, marks=_MARKS_OF_TEXTS[name]) for name in NAMES] + [
     pytest.param(name, drafter, marks=pytest.mark.thorough) for name in NAMES for drafter in _OTHERS
 ]
 

@@ -553,7 +553,6 @@ FULL_ALONE = (
     "granitemoehybrid",
     "nemotron_h with experts",
     "falcon_h1",
-    "lfm2 with biases",
     "lfm2_moe",
     "step3p7",
     "olmo_hybrid",
@@ -564,6 +563,7 @@ FULL_ALONE = (
 
 THOROUGH_ALONE = (
     "olmo_hybrid without positions",
+    "lfm2 with biases",
     "granitemoehybrid without experts",
     "bamba",
     "falcon_h1 with other norms",
