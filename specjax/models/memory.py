@@ -44,6 +44,11 @@ class NodePart(NamedTuple):
         heads: the number of heads.
         shape: the shape of the numbers of a head; ``()`` for one number.
         in_float32: whether its numbers are in float32; otherwise in the type of the activations.
+
+    Examples:
+        >>> from specjax.models.memory import LinearAttention
+        >>> LinearAttention(key_heads=1, value_heads=2, key_dim=4, value_dim=3).node[1]
+        NodePart(heads=2, shape=(3,), in_float32=True)
     """
 
     heads: int
