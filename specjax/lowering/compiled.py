@@ -248,7 +248,8 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
         for part in jax.tree.leaves((cache, state.drafter))
         if capacity in part.shape[2:] and part.ndim > 3
     ]
-    tables = [layer_state.table for layer_state in abstract.states_in((states, state.drafter))]
+    layer_states = abstract.states_in((states, state.drafter))
+    tables = [layer_state.table for layer_state in layer_states if layer_state.table is not None]
     axis_length = capacity
     if setup.page is not None:
         state = abstract.in_pages(state, setup.page, setup.mesh)

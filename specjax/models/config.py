@@ -150,6 +150,8 @@ class MoE:
         latent_size: the size of a projection of the hidden state that the experts read, and from
             which a second projection makes the sum of their outputs (Nemotron 3 Super); None: they
             read the hidden state. The router and the shared experts always read that.
+        added_to_sum: the number that is added to the sum by which weights are divided; sigmoids may
+            all be 0.
 
     Examples:
         >>> from dataclasses import replace
@@ -178,6 +180,7 @@ class MoE:
     scales_inputs: bool = False
     beside_mlp: bool = False
     latent_size: int | None = None
+    added_to_sum: float = 1e-20
 
     def __post_init__(self) -> None:
         if self.scales_inputs and self.experts_per_token != 1:
@@ -218,6 +221,9 @@ class Layer:
         intermediate_size: the intermediate size of its MLP.
         keys_are_values: whether its values are its keys before norm and rotation.
         sinks: whether its softmax has sinks.
+        norms: the places of its norms.
+        mlp_limit: the limit of the gated unit of its MLP and its shared experts.
+        experts_limit: the limit of the gated unit of its experts.
         entries_of: the index of an earlier layer. This layer has no keys and values, and attends to
             that layer's.
 
@@ -236,6 +242,9 @@ class Layer:
     intermediate_size: int | None = None
     keys_are_values: bool | None = None
     sinks: bool | None = None
+    norms: Norms | None = None
+    mlp_limit: float | None = None
+    experts_limit: float | None = None
     entries_of: int | None = None
 
 
@@ -296,16 +305,19 @@ class ModelConfig:
     ``per_layer_inputs``: the size of an input of every layer for each token, from an embedding of
     ``per_layer_vocab_size`` tokens (Gemma 4's E2B and E4B); 0 for none. ``gated_attention``: the
     output of each query head is multiplied by a gate (Qwen3.5). The ``linear_layers`` have
-    ``linear`` attention or Mamba-2, which keep a state, in place of ordinary attention; ``linear``
-    has its sizes. If ``mlp_layers`` are given, every layer has one block with one norm: these have
-    an MLP or experts alone, and remember nothing; the others have no MLP (Nemotron-H). With
-    ``rope_interleaved`` rotated pairs of ordinary attention are neighbours (GLM-4), otherwise
-    halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated before their norms
-    (Hunyuan). ``value_dim`` is the size of a head's value, None for ``head_dim``, and
-    ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries and keys of layers
-    with RoPE are normed after it, without a weight, and with ``windows_aligned`` a window begins at
-    a multiple of its size: a query sees the chunk that it is in (Llama 4). ``factors`` are constant
-    factors inside every layer (Falcon-H1).
+    ``linear`` attention, Mamba-2 or a short convolution, which keep a state, in place of ordinary
+    attention; ``linear`` has its sizes. If ``mlp_layers`` are given, every layer has one block with
+    one norm: these have an MLP or experts alone, and remember nothing; the others have no MLP
+    (Nemotron-H). With ``rope_interleaved`` rotated pairs of ordinary attention are neighbours
+    (GLM-4), otherwise halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated
+    before their norms (Hunyuan). ``value_dim`` is the size of a head's value, None for
+    ``head_dim``, and ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries
+    and keys of layers with RoPE are normed after it, without a weight, and with ``windows_aligned``
+    a window begins at a multiple of its size: a query sees the chunk that it is in (Llama 4).
+    ``factors`` are constant factors inside every layer (Falcon-H1). With ``gated_heads`` the output
+    of each query head is multiplied by one gate, with a projection of its own. ``mlp_limit`` clamps
+    a gated unit: the gate after its activation from above, and the other input on both sides;
+    ``experts_limit`` does so in experts (Step-3.5).
 
     Examples:
         >>> from dataclasses import replace
@@ -368,6 +380,9 @@ class ModelConfig:
     linear_layers: tuple[int, ...] = ()
     mlp_layers: tuple[int, ...] | None = None
     factors: LayerFactors | None = None
+    gated_heads: bool = False
+    mlp_limit: float | None = None
+    experts_limit: float | None = None
 
     def __post_init__(self) -> None:
         names = (
@@ -445,15 +460,8 @@ class ModelConfig:
             raise InputError(
                 f"linear_layers={self.linear_layers}: give each once, in ascending order"
             )
-        if (
-            self.mla is not None
-            or self.layers
-            or set(self.linear_layers) & set(self.windowed_layers)
-        ):
-            raise InputError(
-                "linear_layers: cannot be combined with latent attention, layers that differ, or"
-                " windows of them"
-            )
+        if set(self.linear_layers) & set(self.windowed_layers):
+            raise InputError("linear_layers: cannot be combined with windows of them")
 
     def _check_blocks(self, mlp_layers: tuple[int, ...]) -> None:
         with_attention = {*self.linear_layers, *self.windowed_layers}
@@ -563,7 +571,7 @@ class ModelConfig:
         return layer if source is None else source
 
     def is_linear(self, layer: int) -> bool:
-        """Return True if a layer has linear attention, or Mamba-2."""
+        """Return True if a layer has linear attention, Mamba-2 or a short convolution."""
         return layer in self.linear_layers
 
     def has_mixer(self, layer: int) -> bool:
@@ -590,11 +598,11 @@ class ModelConfig:
         """
         if not self.has_mixer(layer):
             return ()
-        if self.mla is not None:
-            return ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
         state = self.linear if self.is_linear(layer) else None
         if self.entries_of(layer) != layer or (state is not None and not state.beside_attention):
             return ()
+        if self.mla is not None:
+            return ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
         config = self.of_layer(layer)
         return ((config.num_kv_heads, config.head_dim), (config.num_kv_heads, config.value_size))
 

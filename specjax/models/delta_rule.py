@@ -27,6 +27,13 @@ In a simpler rule the update of a token is its value times a step, ``u = step v`
 has v and the step, since v may be in bfloat16, where the product would be rounded. All else is the
 same.
 
+In Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) each row of the table has an own alpha::
+
+    S' = diag(alpha) S + k u^T        u = beta (v - (diag(alpha) S)^T k)
+
+The equations above hold with a g for each row: ``(g_n / g_a) (k_a . k_n)`` becomes the sum over
+rows of ``(g_n / g_a) k_a k_n``. That is no product of matrices, so a chunk is shorter.
+
 Everything is computed in float32. The logarithm of a share g_n / g_a is computed as the sum of the
 logarithms of the alphas between the two. As the difference of two longer sums it would lose digits:
 a head may forget everything at some tokens and hardly anything at others, so the sums reach
@@ -47,6 +54,12 @@ CHUNK = 64
 The system of equations grows with its square.
 """
 
+CHUNK_OF_ROWS = 16
+"""The same where each row of a table decays by itself.
+
+The shares that remain are an array for each row then, with the square of this number.
+"""
+
 _FORGOTTEN = -1e9
 """The logarithm of a share of nothing: its exponential is 0."""
 
@@ -65,7 +78,8 @@ class DeltaRuleInputs(NamedTuple):
         v: ``[B, heads * r, T, dv]`` values.
         beta: ``[B, heads * r, T]`` the share that each token writes. None: each writes its value
             times ``step``, whatever the state returns for its key.
-        log_alpha: ``[B, heads * r, T]`` the logarithm of the share of the state that remains.
+        log_alpha: ``[B, heads * r, T]`` the logarithm of the share of the state that remains; or
+            ``[B, heads, T, dk]`` with r = 1, that of each row of the state.
         step: ``[B, heads * r, T]`` the factor of the values, in place of ``beta``.
     """
 
@@ -141,6 +155,8 @@ def read_tree(
         9.0
     """
     q, k, v, beta, log_alpha, step = tokens
+    if log_alpha.ndim == 4:
+        return _read_tree_by_rows(state, tokens, mask, before)
     entry = Node(k, v, log_alpha, step)
     q, k, v = q.astype(jnp.float32), k.astype(jnp.float32), entry.update
     count, heads = q.shape[2], q.shape[1]
@@ -201,8 +217,11 @@ def read_chain(
                 tokens = tokens._replace(step=jnp.where(counts, tokens.step, 0.0))
         else:
             tokens = tokens._replace(beta=jnp.where(counts, tokens.beta, 0.0))
-        tokens = tokens._replace(log_alpha=jnp.where(counts, tokens.log_alpha, 0.0))
-    size = min(length, CHUNK)
+        is_of_rows = tokens.log_alpha.ndim == 4
+        decays = jnp.where(counts[..., None] if is_of_rows else counts, tokens.log_alpha, 0.0)
+        tokens = tokens._replace(log_alpha=decays)
+    chunk = CHUNK_OF_ROWS if tokens.log_alpha.ndim == 4 else CHUNK
+    size = min(length, chunk)
     mask = jnp.tril(jnp.ones((1, size, size), bool))
 
     # Checkpointed: in training the backward pass computes a chunk again, and stores less.
@@ -211,14 +230,14 @@ def read_chain(
         y, node = read_tree(state, tokens, mask)
         return write(state, node), (y, node)
 
-    if length <= CHUNK:
+    if length <= chunk:
         after, (y, node) = read(state, tokens)
         return y, node, after
-    missing = -length % CHUNK
+    missing = -length % chunk
 
-    def split(x: jax.Array) -> jax.Array:  # [B, h, T, …] -> [chunks, B, h, CHUNK, …]
+    def split(x: jax.Array) -> jax.Array:  # [B, h, T, …] -> [chunks, B, h, chunk, …]
         padded = jnp.pad(x, [(0, missing if axis == 2 else 0) for axis in range(x.ndim)])
-        return jnp.moveaxis(padded.reshape(*x.shape[:2], -1, CHUNK, *x.shape[3:]), 2, 0)
+        return jnp.moveaxis(padded.reshape(*x.shape[:2], -1, chunk, *x.shape[3:]), 2, 0)
 
     def join(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])[:, :, :length]
@@ -236,6 +255,7 @@ def read_documents(tokens: DeltaRuleInputs, documents: Int[Array, "B T"]) -> jax
     """
     # A document's first token has a share of nothing, which separates it from the state before.
     begins = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))[:, None]
+    begins = begins[..., None] if tokens.log_alpha.ndim == 4 else begins
     tokens = tokens._replace(log_alpha=jnp.where(begins, _FORGOTTEN, tokens.log_alpha))
     empty = jnp.zeros((*tokens.v.shape[:2], tokens.k.shape[3], tokens.v.shape[3]), jnp.float32)
     return read_chain(empty, tokens)[0]
@@ -255,12 +275,61 @@ def write(
         )
     else:
         u = path.update
+    if path.log_alpha.ndim == 4:
+        shares, log_g = _shares_of_rows(path.log_alpha, visible)
+        updates = _product("bhnk,bhnv->bhkv", k * jnp.swapaxes(shares[:, :, :, 0], 2, 3), u)
+        return jnp.exp(log_g[..., 0])[..., None] * state + updates
     # The shares are those that a token at the end of the path sees. Here each value head counts as
     # a key head with one value head, for it has its own alphas.
     shares, log_g = _shares(path.log_alpha[:, :, None], visible)
     weighed = (u * shares[:, :, 0, 0, :, None]).reshape(u.shape[0], k.shape[1], -1, *u.shape[2:])
     updates = _product("bhnk,bhrnv->bhrkv", k, weighed)
     return jnp.exp(log_g[:, :, 0, 0, None, None]) * state + _joined(updates)
+
+
+def _read_tree_by_rows(
+    state: Float[Array, "B h dk dv"],
+    tokens: DeltaRuleInputs,
+    mask: Bool[Array, "b T T"] | None,
+    before: tuple[Node, Bool[Array, "b T R"]] | None = None,
+) -> tuple[jax.Array, Node]:
+    """Do the same as `read_tree` where each row of a table decays by itself."""
+    q, k, v, beta, log_alpha, _ = tokens
+    assert beta is not None
+    count = q.shape[2]
+    visible = jnp.eye(count, dtype=bool)[None] if mask is None else mask
+    shares, log_g = _shares_of_rows(log_alpha, visible)
+    both = jnp.concatenate([k, q], axis=2)
+
+    def similar(keys: jax.Array, shares: jax.Array) -> jax.Array:  # [B, h, 2 T, n]
+        return jnp.sum(
+            both[:, :, :, None]
+            * keys[:, :, None]
+            * jnp.moveaxis(jnp.concatenate([shares, shares], axis=3), 2, 4),
+            axis=-1,
+        )
+
+    sums = 0.0
+    if before is not None:
+        node, drafted = before
+        drafted_shares, log_g = _shares_of_rows(node.log_alpha, drafted, log_g)
+        sums = _product("bhti,bhiv->bhtv", similar(node.k, drafted_shares), node.u)
+    remaining = jnp.swapaxes(jnp.exp(log_g), 2, 3)
+    both_of_state = both * jnp.concatenate([remaining, remaining], axis=2)
+    sums = sums + _product("bhtk,bhkv->bhtv", both_of_state, state)
+    predicted, y = jnp.split(sums, 2, axis=2)
+    between_keys, to_queries = jnp.split(similar(k, shares), 2, axis=2)
+    right = beta[..., None] * (v - predicted)
+    u = _solve((between_keys * beta[..., None])[:, :, None], right[:, :, None])[:, :, 0]
+    y = y + _product("bhti,bhiv->bhtv", to_queries, u)
+    return y, Node(k, u, log_alpha)
+
+
+def _shares_of_rows(
+    log_alpha: Float[Array, "B h n dk"], visible: Bool[Array, "b T n"], log_after: ArrayLike = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """Return the shares ``[B, h, dk, T, n]`` and the logarithms ``[B, h, dk, T]`` of `_shares`."""
+    return _shares(jnp.swapaxes(log_alpha, 2, 3), visible, log_after)
 
 
 def _joined(x: jax.Array) -> jax.Array:

@@ -12,13 +12,21 @@ from specjax.models import mla, moe
 from specjax.models.attention import Piece, attend
 from specjax.models.cache import Entry
 from specjax.models.config import LayerFactors, ModelConfig
+from specjax.models.kimi_delta_attention import kimi_delta_attention
 from specjax.models.linear_attention import Context, linear_attention
 from specjax.models.mamba2 import mamba2
-from specjax.models.memory import LinearAttention, Mamba2, StateSizes
+from specjax.models.memory import (
+    KimiDeltaAttention,
+    LinearAttention,
+    Mamba2,
+    ShortConvolution,
+    StateSizes,
+)
 from specjax.models.params import Params
 from specjax.models.primitives import activate, apart, linear, mlp, rms_norm, scaled
 from specjax.models.quantized_cache import CacheType, quantize
 from specjax.models.rope import Rotations, separate_pairs
+from specjax.models.short_convolution import short_convolution
 from specjax.models.states import State
 
 
@@ -71,6 +79,8 @@ def attention(
     attended = attend(
         q, pieces, scale=config.attention_scale, sinks=params.get("sinks"), cap=config.score_cap
     )
+    if config.gated_heads:
+        gate = jnp.repeat(linear(params, "head_gate", x), config.value_size, axis=-1)
     return linear(params, "o", attended if gate is None else attended * jax.nn.sigmoid(gate)), entry
 
 
@@ -163,6 +173,8 @@ def normed(params: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.
 WITH_STATE: dict[type[StateSizes | None], Callable[..., tuple[jax.Array, Any]]] = {
     LinearAttention: linear_attention,
     Mamba2: mamba2,
+    KimiDeltaAttention: kimi_delta_attention,
+    ShortConvolution: short_convolution,
 }
 """The layers that keep a state, by the class of its sizes (see `specjax.models.memory`).
 
@@ -244,7 +256,13 @@ def _mixed(params: Params, config: ModelConfig, x: jax.Array, mesh: Mesh | None)
     # The parameters show whether a layer is sparse: one configuration may have layers of both
     # kinds.
     if "router" not in params:
-        return mlp(params, entering, activation=config.activation, factors=config.factors)
+        return mlp(
+            params,
+            entering,
+            activation=config.activation,
+            factors=config.factors,
+            limit=config.mlp_limit,
+        )
     if "down" not in params:
         return moe.mixture(params, config, entering, mesh)
     dense = normed(

@@ -109,9 +109,12 @@ def linear_attention(
     *projected, z, b, a = _projections(params, sizes, x)
     convolved = tuple(part.transpose(0, 2, 1, 3) for part in projected)
     q, k, v = convolve(params, "qkv", convolved, context)
-    tokens = DeltaRuleInputs(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, *_gates(params, b, a))
+    tokens = DeltaRuleInputs(
+        unit(q) * sizes.key_dim**-0.5, unit(k), v, *_gates(params, sizes, b, a)
+    )
     y, memory = follow(tokens, context, convolved)
-    y = rms_norm(y.transpose(0, 2, 1, 3).astype(x.dtype), params["norm"], config.norm_eps)
+    eps = config.norm_eps if sizes.norm_eps is None else sizes.norm_eps
+    y = rms_norm(y.transpose(0, 2, 1, 3).astype(x.dtype), params["norm"], eps)
     gated = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
     return linear(params, "o", gated.astype(x.dtype).reshape(*x.shape[:2], -1)), memory
 
@@ -124,6 +127,7 @@ def follow(
     ``convolved`` are the inputs of the convolution, ``[B, heads, T, dim]`` each.
     """
     state, ancestry = context.state, context.ancestry
+    assert state.table is not None
     if ancestry.documents is not None:
         return read_documents(tokens, ancestry.documents), ()
     if ancestry.is_chain:
@@ -135,9 +139,7 @@ def follow(
     if ancestry.drafted is not None:
         joined = [
             jnp.concatenate(parts, axis=2)
-            for parts in zip(
-                *(state.split(entry)[0].parts for entry in context.drafted), strict=True
-            )
+            for parts in zip(*(state.split(entry)[0] for entry in context.drafted), strict=True)
         ]
         before = Node(*joined), ancestry.drafted
     y, node = read_tree(state.table, tokens, ancestry.own, before)
@@ -174,23 +176,32 @@ def _projections(params: Params, sizes: LinearAttention, x: jax.Array) -> tuple[
     return (q, k, heads(v, sizes.value_heads), heads(z, sizes.value_heads), *flat)
 
 
-def _gates(params: Params, b: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gates(
+    params: Params, sizes: LinearAttention, b: jax.Array, a: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return beta, and the logarithm of alpha, ``[B, value_heads, T]`` float32."""
     b, a = (gate.astype(jnp.float32).transpose(0, 2, 1) for gate in (b, a))
     rate = jnp.exp(params["log_rate"].astype(jnp.float32))[:, None]
-    return jax.nn.sigmoid(b), -rate * jax.nn.softplus(
+    return sizes.largest_share * jax.nn.sigmoid(b), -rate * jax.nn.softplus(
         a + params["rate_bias"].astype(jnp.float32)[:, None]
     )
 
 
 def convolve(
-    params: Params, names: str, convolved: tuple[jax.Array, ...], context: Context
+    params: Params, names: Sequence[str], convolved: tuple[jax.Array, ...], context: Context
+) -> list[jax.Array]:
+    """Return SiLU of the short convolution of each of a layer's inputs, as `sums_of_newest`."""
+    return list(map(jax.nn.silu, sums_of_newest(params, names, convolved, context)))
+
+
+def sums_of_newest(
+    params: Params, names: Sequence[str], convolved: tuple[jax.Array, ...], context: Context
 ) -> list[jax.Array]:
     """Return the short convolution of each of a layer's inputs, as `_convolved`.
 
     Args:
         params: the parameters of the layer.
-        names: a letter for each input; its weight is ``conv_`` and the letter.
+        names: the name of each input; that of its weight is ``conv_`` and the name.
         convolved: the inputs from the tokens of the call, ``[B, heads, T, dim]`` each.
         context: the tokens before.
     """
@@ -213,7 +224,7 @@ def _convolved(
     new: jax.Array,
     ancestry: Ancestry,
 ) -> jax.Array:
-    """Return the short convolution ``[B, heads, T, dim]`` float32: SiLU of a weighted sum.
+    """Return the short convolution ``[B, heads, T, dim]`` float32: a weighted sum.
 
     The sum is over each token of the call and the newest tokens before it on its path.
 
@@ -252,9 +263,9 @@ def _convolved(
     total = sum(shares[1:], shares[0])
     if bias is not None:
         total = total + bias.astype(jnp.float32).reshape(heads, 1, dim)
-    return jax.nn.silu(total)
+    return total
 
 
-def _unit(x: jax.Array) -> jax.Array:
+def unit(x: jax.Array) -> jax.Array:
     """Return ``x`` divided by its length; vectors of zeros stay zeros."""
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from specjax import sharding
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.params import Params
-from specjax.models.primitives import activate, linear, mlp, rms_norm
+from specjax.models.primitives import activate, gated_unit, linear, mlp, rms_norm
 from specjax.models.sorted_experts import run_sorted
 from specjax.shape_checks import shape_checked
 
@@ -56,7 +56,7 @@ def mixture(
         y = linear(params, "latent_out", y)
     if not moe.shared_experts:
         return y
-    shared = mlp(params, x, "shared_", config.activation)
+    shared = mlp(params, x, "shared_", config.activation, limit=config.mlp_limit)
     return y + (
         jax.nn.sigmoid(linear(params, "shared_scale", x)) * shared if moe.shared_gated else shared
     )
@@ -92,7 +92,7 @@ def route(
     _, chosen = jax.lax.top_k(preference, moe.experts_per_token)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if moe.normalise:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)  # sigmoids may all be 0
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + moe.added_to_sum)
     if moe.beside_mlp:
         weights = weights * params["expert_scale"].astype(jnp.float32)[chosen]
     return chosen, weights * moe.scale
@@ -235,7 +235,7 @@ def _gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
     """
     assert config.moe is not None
     if (limit := config.moe.limit) is None:
-        return activate(gate, config.activation) * up
+        return gated_unit(gate, up, config.activation, config.experts_limit)
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 

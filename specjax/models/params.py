@@ -135,7 +135,7 @@ def _declare_mlps(config: ModelConfig, prefix: str, is_sparse: bool) -> dict[str
     return layer
 
 
-_MIXER = ("input_norm", "q", "k", "v", "o", "q_norm", "k_norm", "sinks")
+_MIXER = ("input_norm", "head_gate", "q", "k", "v", "o", "q_norm", "k_norm", "sinks")
 _KEYS = ("k", "v", "k_norm")
 _GATES = ("gate", "experts_gate", "shared_gate")
 
@@ -225,7 +225,12 @@ def _declare_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
     kv_heads = (kv_count * config.head_dim, "kv_heads")
     values, attended = (kv_count * config.value_size, "kv_heads"), count * config.value_size
     queries = (count * config.head_dim * (2 if config.gated_attention else 1), "heads")
-    return {
+    gates = {}
+    if config.gated_heads:
+        gates["head_gate"] = matrix(
+            f"{prefix}g_proj", hidden, (count, "heads"), units=count, is_product=False
+        )
+    return gates | {
         "q": matrix(f"{prefix}q_proj", hidden, queries, units=count),
         "k": matrix(f"{prefix}k_proj", hidden, kv_heads, units=kv_count),
         "v": matrix(f"{prefix}v_proj", hidden, values, units=kv_count),

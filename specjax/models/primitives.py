@@ -81,20 +81,36 @@ def mlp(
     prefix: str = "",
     activation: Activation = "silu",
     factors: LayerFactors | None = None,
+    limit: float | None = None,
 ) -> jax.Array:
     """Return the gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202).
 
     Without a gate it is ``down(activation(up(x)))``. ``prefix`` is the prefix of its parameters'
-    names. With ``factors`` gate and output are multiplied by theirs.
+    names. With ``factors`` gate and output are multiplied by theirs. The gated unit has a
+    ``limit``, or None; see `gated_unit`.
     """
     if f"{prefix}gate" in params:
         gate = linear(params, f"{prefix}gate", x)
         gate = gate if factors is None else scaled(gate, factors.gate)
-        gated = activate(gate, activation) * linear(params, f"{prefix}up", x)
+        gated = gated_unit(gate, linear(params, f"{prefix}up", x), activation, limit)
     else:
         gated = activate(linear(params, f"{prefix}up", x), activation)
     y = linear(params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated)
     return y if factors is None else scaled(y, factors.down)
+
+
+def gated_unit(
+    gate: jax.Array, up: jax.Array, activation: Activation, limit: float | None = None
+) -> jax.Array:
+    """Return the product of the activated ``gate`` and ``up``.
+
+    With a ``limit`` (Step-3.5) the activated gate is at most the limit, and ``up`` within it on
+    both sides.
+    """
+    gate = activate(gate, activation)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * up
 
 
 def apart(x: jax.Array) -> jax.Array:

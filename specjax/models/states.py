@@ -1,4 +1,7 @@
-"""The states of fixed size that layers with linear attention or Mamba-2 keep of a text."""
+"""The states of fixed size that some layers keep of a text.
+
+These are layers with linear attention, Mamba-2 or a short convolution.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,14 +26,15 @@ class State:
     accepted: until then it has an entry, as in other layers, but with other parts (`empty_nodes`).
 
     Attributes:
-        table: ``[B, value_heads, key_dim, value_dim]`` float32, the state of the rule.
+        table: ``[B, value_heads, key_dim, value_dim]`` float32, the state of the rule. None if the
+            layer has a convolution and no rule.
         newest: the convolution's inputs from the newest tokens, the newest last: for each of
             `StateSizes.convolved` ``[B, heads, kernel_size - 1, dim]``.
         node_parts: static. How many parts of a drafted token's entry the rule has; the inputs of
             the convolution follow.
     """
 
-    table: jax.Array
+    table: jax.Array | None
     newest: tuple[jax.Array, ...]
     node_parts: int = struct.field(pytree_node=False, default=3)
 
@@ -43,26 +47,29 @@ class State:
         def zeros(heads: int, *shape: int, dtype: DTypeLike) -> jax.Array:
             return by_heads(jnp.zeros((batch, heads, *shape), dtype), sizes.key_heads, mesh)
 
-        table = zeros(sizes.value_heads, sizes.key_dim, sizes.value_dim, dtype=jnp.float32)
+        table = None if sizes.table is None else zeros(*sizes.table, dtype=jnp.float32)
         newest = tuple(
             zeros(heads, sizes.kernel - 1, dim, dtype=dtype) for heads, dim in sizes.convolved
         )
-        return cls(table, newest, sizes.node_parts)
+        return cls(table, newest, len(sizes.node))
 
     def append(self, entry: Sequence[Any], count: Int[Array, " B"]) -> "State":
         """Return the state after the first ``count [B]`` of each row's tokens.
 
         ``entry`` is the tokens' entry that a pass has returned, in order.
         """
-        node, convolved = self.split(entry)
-        return self.after(delta_rule.write(self.table, node, count), convolved, count)
+        parts, convolved = self.split(entry)
+        table = self.table
+        if table is not None:
+            table = delta_rule.write(table, delta_rule.Node(*parts), count)
+        return self.after(table, convolved, count)
 
-    def split(self, entry: Sequence[Any]) -> tuple[delta_rule.Node, Sequence[Any]]:
-        """Return the rule's parts of an entry, and the inputs of the convolution."""
-        return delta_rule.Node(*entry[: self.node_parts]), entry[self.node_parts :]
+    def split(self, entry: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the parts of an entry that are the rule's, and the inputs of the convolution."""
+        return entry[: self.node_parts], entry[self.node_parts :]
 
     def after(
-        self, table: jax.Array, convolved: Sequence[jax.Array], count: Int[Array, " B"]
+        self, table: jax.Array | None, convolved: Sequence[jax.Array], count: Int[Array, " B"]
     ) -> "State":
         """Return the state with a later ``table``; the other arguments are as in `newest_after`."""
         return State(table, self.newest_after(convolved, count), self.node_parts)
@@ -110,17 +117,13 @@ def empty_nodes(
 ) -> tuple[jax.Array, ...]:
     """Return zeros for the entries of ``slots`` drafted tokens of each row.
 
-    The parts have slots as the third axis, like all entries: the parts of `delta_rule.Node`, and
-    the inputs of the convolution. These, and vectors beside a step, are in the ``dtype`` of the
-    activations, all else in float32.
+    The parts have slots as the third axis, like all entries: those of `StateSizes.node`, and the
+    inputs of the convolution. The latter are in the ``dtype`` of the activations.
     """
-    vector, gate = (dtype if sizes.has_steps else jnp.float32), (sizes.value_heads, slots)
     shapes = [
-        ((sizes.key_heads, slots, sizes.key_dim), vector),
-        ((sizes.value_heads, slots, sizes.value_dim), vector),
-        *[(gate, jnp.float32)] * (sizes.node_parts - 2),
-        *(((heads, slots, dim), dtype) for heads, dim in sizes.convolved),
-    ]
+        ((heads, slots, *shape), jnp.float32 if in_float32 else dtype)
+        for heads, shape, in_float32 in sizes.node
+    ] + [((heads, slots, dim), dtype) for heads, dim in sizes.convolved]
     return tuple(
         by_heads(jnp.zeros((batch, *shape), kind), sizes.key_heads, mesh) for shape, kind in shapes
     )

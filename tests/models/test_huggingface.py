@@ -251,8 +251,8 @@ CONFIG_FAULTS = [
     ({"model_type": "gpt2"}, "model_type='gpt2': must be one of llama, llama4_text"),
     ({"model_type": "remove"}, "model_type is missing"),
     (
-        {"model_type": "lfm2"},
-        "'lfm2' is not supported: its layers keep a state .* of the types llama",
+        {"model_type": "jamba"},
+        "'jamba' is not supported: its layers keep a state .* of the types llama",
     ),
     ({"model_type": ["llama"]}, r"model_type=\['llama'\]"),
     (

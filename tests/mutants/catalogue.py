@@ -1290,7 +1290,7 @@ CATALOGUE = (
     Mutant(
         name="experts-weigh-as-they-score",
         file="specjax/models/moe.py",
-        old="weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)  # sigmoids may all be 0",
+        old="weights = weights / (weights.sum(axis=-1, keepdims=True) + moe.added_to_sum)",
         new="weights = weights + 0.0",
         tests=(
             "tests/models/test_moe.py::test_it_is_the_sum_over_each_tokens_own_experts[1-deepseek]",

@@ -18,6 +18,9 @@ from specjax.models.families.gpt_oss import GPT_OSS
 from specjax.models.families.granite import GRANITE
 from specjax.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from specjax.models.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
+from specjax.models.families.kimi_linear import KIMI_LINEAR
+from specjax.models.families.lfm2 import LFM2
+from specjax.models.families.lfm2_moe import LFM2_MOE
 from specjax.models.families.llama import LLAMA
 from specjax.models.families.llama4 import LLAMA4, LLAMA4_TEXT
 from specjax.models.families.mimo_v2_flash import MIMO_V2_FLASH
@@ -27,6 +30,7 @@ from specjax.models.families.mistral import MISTRAL, MISTRAL_THAT_SEES
 from specjax.models.families.mixtral import MIXTRAL
 from specjax.models.families.nemotron_h import NEMOTRON_H
 from specjax.models.families.olmo3 import OLMO3
+from specjax.models.families.olmo_hybrid import OLMO_HYBRID
 from specjax.models.families.phi3 import PHI3
 from specjax.models.families.qwen2 import MIMO, QWEN2
 from specjax.models.families.qwen3 import QWEN3, QWEN3_VL
@@ -35,6 +39,7 @@ from specjax.models.families.qwen3_moe import QWEN3_MOE, QWEN3_VL_MOE
 from specjax.models.families.qwen3_next import QWEN3_NEXT
 from specjax.models.families.seed_oss import SEED_OSS
 from specjax.models.families.smollm3 import SMOLLM3
+from specjax.models.families.step3p5 import STEP3P5, STEP3P7
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -85,6 +90,12 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": GRANITEMOEHYBRID,
     "bamba": BAMBA,
     "falcon_h1": FALCON_H1,
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2_MOE,
+    "olmo_hybrid": OLMO_HYBRID,
+    "kimi_linear": KIMI_LINEAR,
+    "step3p5": STEP3P5,
+    "step3p7": STEP3P7,
 }
 """The families by the ``model_type`` of config.json."""
 
@@ -99,7 +110,7 @@ REFUSED: dict[str, str] = {
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(
-        ("lfm2", "lfm2_moe", "recurrent_gemma", "kimi_linear", "rwkv"),
+        ("recurrent_gemma", "rwkv"),
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _MIXES_STREAMS),
@@ -108,13 +119,8 @@ REFUSED: dict[str, str] = {
         ("deepseek_v4", "deepseek_ref"),
         "its residual streams (hc_mult) and compressed keys (compress_ratios) are not implemented",
     ),
-    **dict.fromkeys(
-        ("step3p5", "step3p7"),
-        "its gates of heads and its limits by layer (swiglu_limits) are not implemented",
-    ),
-    "kimi_k3": "its text model keeps a state (linear_attn_config) of another kind than Qwen3.5's",
+    "kimi_k3": "its residuals (attn_res_block_size) and its activation (situ) are not implemented",
     "nemotron-nas": "its layers are described one by one (block_configs), which is not implemented",
-    "olmo_hybrid": "its linear layers (linear_allow_neg_eigval) are not implemented",
     **dict.fromkeys(
         ("granitemoe", "phimoe", "deepseek_v2"),
         _OTHER_EXPERTS,

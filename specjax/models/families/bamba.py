@@ -74,10 +74,6 @@ BAMBA = Family(
     derived=_derived,
     parse=_parse,
     format=_format,
-    names={
-        "model.norm.": "model.final_layernorm.",
-        "post_attention_layernorm": "pre_ff_layernorm",
-        ".mlp.": ".feed_forward.",
-    },
+    names=mamba2.NAMES,
     fused=mamba2.FUSED,
 )

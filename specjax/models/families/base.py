@@ -149,6 +149,8 @@ class Family:
             ``model.``; several if published files differ. The first one is written.
         names: parts of the names of tensors, as `specjax.models.params` declares them, and their
             replacements.
+        names_elsewhere: parts of the names that result, and replacements in some of the family's
+            checkpoints, for tensors that a checkpoint lacks otherwise.
         fused: tensors that hold several parameters.
         fused_where_stored: further such tensors, in those checkpoints that have them. Other
             checkpoints, and all that are written, have the parameters one by one. If two have the
@@ -182,6 +184,7 @@ class Family:
     nested: str | None = None
     prefixes: tuple[str, ...] = (PREFIX,)
     names: Mapping[str, str] = field(default_factory=dict)
+    names_elsewhere: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[Fused, ...] = ()
     fused_where_stored: tuple[Fused, ...] = ()
     unit_axes: Mapping[str, int] = field(default_factory=dict)
@@ -283,12 +286,11 @@ class Family:
             param = stored[param.name]
             name = self._stored_as(param.name)
             axes = next((n for end, n in self.unit_axes.items() if name.endswith(end)), 0)
-            return replace(
-                param,
-                unit_axes=axes,
-                name=prefix + name.removeprefix(PREFIX)
-                if name.startswith(PREFIX)
-                else beside + name,
-            )
+            before = prefix if name.startswith(PREFIX) else beside
+            name = before + name.removeprefix(PREFIX)
+            for ours, theirs in self.names_elsewhere.items():
+                if name not in shapes and (alternative := name.replace(ours, theirs)) in shapes:
+                    name = alternative
+            return replace(param, unit_axes=axes, name=name)
 
         return jax.tree.unflatten(tree, [renamed(param) for param in params])

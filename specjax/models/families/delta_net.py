@@ -61,8 +61,15 @@ CONVOLUTION = Fused("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.
 """The one tensor of the convolution over queries, keys and values."""
 
 
-def parse(fields: Fields, *, by_key_head: bool) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that all of these families have."""
+CONVOLUTION_NAMES = {f".conv_{name}.weight": f".{name}_conv1d.weight" for name in "qkv"}
+"""The names of the convolution's tensors in files that have one for each input."""
+
+
+def parse(fields: Fields, *, by_key_head: bool, **changes: Any) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that all of these families have.
+
+    ``changes`` are further fields of `LinearAttention`.
+    """
     kinds, interval = fields["layer_types"], fields["full_attention_interval"]
     if kinds is None:
         kinds = [
@@ -85,6 +92,7 @@ def parse(fields: Fields, *, by_key_head: bool) -> dict[str, Any]:
         value_dim=fields["linear_value_head_dim"],
         kernel=fields["linear_conv_kernel_dim"],
         by_key_head=by_key_head,
+        **changes,
     )
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
     return {"linear": linear, "linear_layers": layers} if layers else {}
@@ -98,7 +106,7 @@ def format_fields(config: ModelConfig) -> JsonObject:
         ],
         "partial_rotary_factor": config.rope.turned,
     }
-    if (sizes := config.linear) is None:  # as in a module of one layer
+    if not isinstance(sizes := config.linear, LinearAttention):  # as in a module of one layer
         return fields
     return fields | {
         "linear_conv_kernel_dim": sizes.kernel,

@@ -112,10 +112,6 @@ FALCON_H1 = Family(
     derived=lambda _: {"layer_types": None},
     parse=_parse,
     format=_format,
-    names={
-        "model.norm.": "model.final_layernorm.",
-        "post_attention_layernorm": "pre_ff_layernorm",
-        ".mlp.": ".feed_forward.",
-    },
+    names=mamba2.NAMES,
     fused=mamba2.FUSED,
 )

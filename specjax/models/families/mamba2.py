@@ -56,6 +56,14 @@ FUSED = (
 """The tensors that hold several parameters."""
 
 
+NAMES = {
+    "model.norm.": "model.final_layernorm.",
+    "post_attention_layernorm": "pre_ff_layernorm",
+    ".mlp.": ".feed_forward.",
+}
+"""The names of tensors of Bamba and Falcon-H1."""
+
+
 def today(kinds: Any) -> Any:
     """Return the kinds of layers with their names of today; what is no list of texts unchanged."""
     if not isinstance(kinds, list):

@@ -193,7 +193,9 @@ def format_rope(rope: Rope) -> JsonObject:
 # --- one RoPE for each kind of layer -------------------------------------------------------------
 
 
-def parse_by_kind(fields: Fields, defaults: Mapping[str, Rope]) -> dict[str, Rope]:
+def parse_by_kind(
+    fields: Fields, defaults: Mapping[str, Rope], turns_parts: bool | None = None
+) -> dict[str, Rope]:
     """Return the RoPE of each kind of layer, full and windowed.
 
     Files of transformers 5 have ``rope_parameters`` for each kind. In older files ``rope_theta``
@@ -204,6 +206,8 @@ def parse_by_kind(fields: Fields, defaults: Mapping[str, Rope]) -> dict[str, Rop
     Args:
         fields: the fields of config.json; ``rope_local_base_freq`` if the family has it.
         defaults: the default for each kind.
+        turns_parts: whether the family reads ``partial_rotary_factor``; None: if the default turns
+            a part.
     """
     rope_parameters, positions = fields["rope_parameters"] or {}, fields["max_position_embeddings"]
     if rope_parameters and not {FULL, WINDOWED} & rope_parameters.keys():
@@ -224,11 +228,13 @@ def parse_by_kind(fields: Fields, defaults: Mapping[str, Rope]) -> dict[str, Rop
         if raw is None:
             ropes[kind] = Rope(theta=float(theta)) if theta else default
         else:
-            turns_parts = default.kind == "default" and default.turned != 1.0
+            turns = turns_parts
+            if turns is None:
+                turns = default.kind == "default" and default.turned != 1.0
             # The default share of a head is that of unscaled RoPE.
             is_scaled = (raw.get("rope_type") or raw.get("type") or "default") != "default"
-            share = default.turned if turns_parts and not is_scaled else None
-            ropes[kind] = _parse(raw, place, theta or default.theta, positions, share, turns_parts)
+            share = default.turned if turns and not is_scaled else None
+            ropes[kind] = _parse(raw, place, theta or default.theta, positions, share, turns)
         if not ropes[kind].truncate:
             raise CheckpointError(
                 f"{place}truncate=False: transformers does not read it if each kind of layer has"

@@ -210,6 +210,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba": ("Bamba", _MAMBA2 | {"attn_layer_indices": [1]}),
     "falcon_h1": ("FalconH1", _MAMBA2 | {"mamba_d_ssm": 64}),
+    "lfm2": ("Lfm2", _SIZES | {"layer_types": ["conv", _FULL], "block_multiple_of": 20}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        _SIZES | _EXPERTS | {"layer_types": ["conv", _FULL], "num_dense_layers": 1},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {name: value for name, value in _HYBRID.items() if name != "head_dim"}
+        | {"linear_key_head_dim": 12},
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        zoo.LATENT
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": [_LINEAR, _FULL],
+            "linear_head_dim": 8,
+            "linear_num_heads": 3,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+        },
+    ),
+    "step3p7": (
+        "Step3p7",
+        _SIZES
+        | {
+            "sliding_window": 5,
+            "layer_types": [_WINDOWED, _FULL],
+            "num_sliding_attention_heads": 6,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "share_expert_dim": 24,
+            "mlp_layer_types": ["dense", "sparse"],
+            "swiglu_limits": [None, 0.05],
+            "swiglu_limits_shared": [0.2, None],
+        },
+    ),
     "qwen3_vl": ("Qwen3VL", _SIZES),
     "qwen3_vl_moe": ("Qwen3VLMoe", _SIZES | _EXPERTS),
     "kimi_k25": ("Kimi_K25", _DEEPSEEK),
@@ -222,6 +261,7 @@ The class is that of transformers' configuration, without "Config".
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLText", zoo.VISION),
     "qwen3_vl_moe": ("Qwen3VLMoeText", zoo.VISION),
+    "step3p7": ("Step3p7Text", zoo.STEP_VISION),
     "kimi_k25": (
         "DeepseekV3",
         {
@@ -325,6 +365,7 @@ _OLDER: dict[str, list[Any]] = {
         [_FULL, _WINDOWED],
         [_WINDOWED, _FULL],
         [_LINEAR, _FULL],
+        ["conv", _FULL],
     ],
     "sliding_window": [3, None],
     "mlp_only_layers": [[0], [1], [0, 1]],
@@ -506,6 +547,7 @@ def _with_rope(family: str, rope: str) -> dict[str, Any]:
             "gemma4_text",
             "olmo3",
             "mimo_v2_flash",
+            "step3p7",
         )
         windowed = {"rope_type": "default", "rope_theta": 500_000.0 if family == "olmo3" else 1e4}
         fields["rope_parameters"] = {_FULL: full, _WINDOWED: windowed} if by_kind else full

@@ -54,13 +54,14 @@ def count_by_transformers(raw: dict[str, Any]) -> int:
     decoder = model.get_decoder()
     parameters = {id(value): value for value in decoder.parameters()}
     head = model.get_output_embeddings().weight
-    if not config.tie_word_embeddings:
+    text = config.get_text_config()  # Step-3.7 has the field there alone
+    if not getattr(config, "tie_word_embeddings", text.tie_word_embeddings):
         parameters[id(head)] = head
     # These are stored too.
     buffers = [
         value
         for name, value in decoder.named_buffers()
-        if name.endswith(("e_score_correction_bias", "layer_scalar"))
+        if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar"))
     ]
     return sum(value.numel() for value in (*parameters.values(), *buffers))
 

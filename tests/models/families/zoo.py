@@ -49,6 +49,11 @@ _HYBRID = SIZES | {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+_OLMO_HYBRID = {name: value for name, value in _HYBRID.items() if name != "head_dim"} | {
+    "layer_types": ["linear_attention", _FULL] * 2,
+    # transformers splits the convolution's tensor into three equal ones when it saves a model.
+    "linear_key_head_dim": 12,
+}
 _SHARED_EXPERT = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -69,6 +74,10 @@ _MAMBA2_ALONE = {name: SIZES[name] for name in SIZES if name != "num_hidden_laye
     "n_groups": 2,
     "ssm_state_size": 10,
     "time_step_min": 1e-9,  # transformers raises smaller steps to it in prompts alone
+}
+_CONVOLUTIONS = SIZES | {
+    "max_position_embeddings": 1024,
+    "layer_types": ["conv", _FULL, "conv", "conv"],
 }
 GROUPED_EXPERTS = {
     "n_routed_experts": 8,
@@ -97,6 +106,15 @@ VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [0],
 }
 """A vision tower that no text meets."""
+
+STEP_VISION: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+}
+"""The vision tower of a Step-3.7."""
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
@@ -426,6 +444,85 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False,
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        _CONVOLUTIONS | {"block_multiple_of": 20, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "lfm2 with biases": (
+        "Lfm2",
+        _CONVOLUTIONS
+        | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}
+        | {"tie_word_embeddings": False},
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        _CONVOLUTIONS
+        | {
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybrid", _OLMO_HYBRID),
+    "olmo_hybrid without positions": (
+        "OlmoHybrid",
+        _OLMO_HYBRID
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        LATENT
+        | {
+            "max_position_embeddings": 1024,
+            "layer_types": ["linear_attention", _FULL, "linear_attention", _FULL],
+            "linear_head_dim": 8,
+            "linear_num_heads": 3,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "step3p7": (
+        "Step3p7",
+        {
+            "text_config": SIZES
+            | {
+                "sliding_window": 5,
+                "layer_types": [_FULL, _WINDOWED, _WINDOWED, _FULL],
+                "num_sliding_attention_heads": 6,
+                "n_routed_experts": 6,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 12,
+                "share_expert_dim": 24,
+                "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+                "moe_router_scaling_factor": 2.5,
+                "swiglu_limits": [0.0, 0.05, None, 0.0],
+                "swiglu_limits_shared": [0.4, 0.2, None, 0.0],
+                "rope_parameters": {
+                    _FULL: {
+                        "rope_type": "llama3",
+                        "rope_theta": 5e6,
+                        "partial_rotary_factor": 0.5,
+                        "factor": 2.0,
+                        "low_freq_factor": 1.0,
+                        "high_freq_factor": 32.0,
+                        "original_max_position_embeddings": 64,
+                    },
+                    _WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
+                },
+            },
+            "vision_config": STEP_VISION,
+        },
+    ),
     "mimo_v2_flash": (
         "MiMoV2Flash",
         {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -456,11 +553,21 @@ FULL_ALONE = (
     "granitemoehybrid",
     "nemotron_h with experts",
     "falcon_h1",
+    "lfm2_moe",
+    "step3p7",
+    "olmo_hybrid",
+    "kimi_linear",
 )
 """Models whose kinds of layers are those of others: `make test` leaves them out."""
 
 
-THOROUGH_ALONE = ("granitemoehybrid without experts", "bamba", "falcon_h1 with other norms")
+THOROUGH_ALONE = (
+    "olmo_hybrid without positions",
+    "lfm2 with biases",
+    "granitemoehybrid without experts",
+    "bamba",
+    "falcon_h1 with other norms",
+)
 """Models that differ from others of `FULL_ALONE` in the names and switches of their files alone."""
 
 
