@@ -87,6 +87,15 @@ LATENT = {name: value for name, value in SIZES.items() if name != "head_dim"} | 
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+INDEXED = (
+    LATENT
+    | GROUPED_EXPERTS
+    | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 8, "pad_token_id": None}
+)
+"""Layers whose indexer selects keys, fewer than the texts of tests have.
+
+A padding token would have an embedding of zeros, and so equal scores of all keys.
+"""
 VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 8,
@@ -333,6 +342,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | GROUPED_EXPERTS
         | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "attention_bias": True},
     ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        INDEXED
+        | {"first_k_dense_replace": 1, "num_hidden_layers": 3}
+        | {
+            "rope_parameters": _YARN
+            | {"rope_theta": 1e4, "beta_fast": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        INDEXED
+        | {
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "attention_bias": True,
+        },
+    ),
     "llama4": (
         "Llama4Text",
         SIZES
@@ -452,6 +479,7 @@ FULL_ALONE = (
     "hunyuan_v1_moe",
     "ernie4_5_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "exaone4",
     "granitemoehybrid",
     "nemotron_h with experts",
