@@ -424,10 +424,9 @@ class Target(OneLine, KeyedByClass):
 
         Raises:
             InputError: A layer of the slice reads the entries, or takes the selected tokens, of one
-                before the slice, or is not in
-                this part of a target; ``tokens`` are missing; ``documents`` are given with an
-                argument that they exclude; or layers with a state are to commit tokens that are not
-                a chain.
+                before the slice, or is not in this part of a target; ``tokens`` are missing;
+                ``documents`` are given with an argument that they exclude; or layers with a state
+                are to commit tokens that are not a chain.
         """
         if documents is not None and not (
             mask is None and cache is None and commit is None and not scratch

@@ -48,6 +48,7 @@ _HYBRID = _SIZES | {
 }
 _MAMBA2 = _SIZES | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 10}
 _DEEPSEEK = zoo.LATENT | zoo.GROUPED_EXPERTS | zoo.FIRST_DENSE | {"num_hidden_layers": 2}
+_INDEXED = zoo.INDEXED | zoo.FIRST_DENSE | {"num_hidden_layers": 2}
 _GEMMA4 = _SIZES | {
     "sliding_window": 5,
     "layer_types": [_WINDOWED, _FULL],
@@ -90,6 +91,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3",
         _DEEPSEEK,
+    ),
+    "deepseek_v32": ("DeepseekV32", _INDEXED),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        _INDEXED | {"indexer_types": ["full", "shared"], "mlp_layer_types": ["dense", "sparse"]},
     ),
     "gemma2": (
         "Gemma2",
@@ -334,6 +340,12 @@ _OLDER: dict[str, list[Any]] = {
     "tie_word_embeddings": [True],
     "moe_layer_freq": [2],
 }
+_OLDER_WITH_INDEXERS: dict[str, list[Any]] = {
+    "index_topk_freq": [2],
+    "index_topk_pattern": ["FS", ["full", "shared"]],
+    "index_skip_topk_offset": [0, 1],
+    "num_experts": [4],
+}
 _RARE_ROPES = ("longrope", "proportional", "yarn whose bounds are cut")
 _OWN_ROPES = (("phi3", "longrope"), ("gemma4_text", "proportional"))
 """Rare RoPEs whose keys are changed. In other families these RoPEs are tried as they are."""
@@ -426,7 +438,8 @@ def _arguments(family: str) -> dict[str, list[Any]]:
     """
     _, fields = FAMILIES[family]
     values = _changed(family)
-    for name, changed in _OLDER.items():
+    older = _OLDER | (_OLDER_WITH_INDEXERS if "index_topk" in fields else {})
+    for name, changed in older.items():
         values[name] = values.get(name, []) + [
             value for value in changed if value != fields.get(name, ABSENT)
         ]

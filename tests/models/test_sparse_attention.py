@@ -1,0 +1,273 @@
+"""Sparse attention: what an indexer selects, in a text, in pieces, in pages and in trees."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import sharding
+from specjax.drafters import DraftModel, EarlyExit
+from specjax.errors import InputError
+from specjax.models.cache import PagedCache
+from specjax.models.config import MLA
+from specjax.models.sparse_attention import highest
+from specjax.models.transformer import Target
+from tests.conftest import SHAPES, SPARSE, tiny_config, tiny_target
+from tests.models.families import zoo
+
+CLOSE = 1e-5
+"""The distance of the last selected score and the next one below which rounding decides."""
+
+INDEXER = SPARSE["indexer"]
+
+
+def test_the_highest_are_those_of_a_stable_sort() -> None:
+    """Many scores are equal, and some are hidden."""
+    scores = np.random.default_rng(0).integers(-2, 3, (50, 12)).astype(np.float32)
+    scores[scores == -2] = -np.inf
+    expected = np.zeros(scores.shape, bool)
+    for row, values in enumerate(scores):
+        first = sorted(range(12), key=lambda i: -values[i])[:4]
+        expected[row, [i for i in first if values[i] > -np.inf]] = True
+    np.testing.assert_array_equal(highest(jnp.asarray(scores), 4), expected)
+
+
+# --- transformers --------------------------------------------------------------------------------
+
+
+@contextmanager
+def distances(model, topk: int):
+    """Record how far the last selected score is from the next one, ``[B, T]`` for each indexer."""
+    from tests.with_torch import torch
+
+    recorded, select = [], torch.Tensor.topk
+
+    def recording(scores, count, *args, **options):
+        if scores.ndim == 3 and scores.shape[-1] == LENGTH and count == min(topk, LENGTH):
+            sees_more = np.arange(LENGTH) >= topk
+            best = select(scores, min(topk + 1, LENGTH), *args, **options).values.numpy()
+            gap = best[..., -2] - best[..., -1]
+            recorded.append(np.where(sees_more, gap, np.inf))
+        return select(scores, count, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "topk", recording)
+        yield recorded
+
+
+LENGTH = 40
+
+
+@pytest.mark.represents("sparse attention")
+@pytest.mark.parametrize("topk", [7, 39, 40, 50])
+def test_one_layer_is_that_of_transformers(tmp_path, topk) -> None:
+    """With few heads the scores of many keys are 0, and which of these are selected is open.
+
+    Such tokens are counted and left out. In a single layer they change no other token.
+    """
+    fields = zoo.INDEXED | {"num_hidden_layers": 1, "index_n_heads": 4, "index_topk": topk}
+    model = zoo.build("DeepseekV32", fields)
+    model.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(1).integers(0, zoo.VOCABULARY, (4, LENGTH))
+    with distances(model, topk) as recorded:
+        expected = zoo.logits(model, tokens)
+    (gaps,) = recorded
+    is_open = gaps < CLOSE
+    target = Target.from_pretrained(tmp_path, dtype=np.float32)
+    logits = np.asarray(target.forward(jnp.asarray(tokens))[0].logits)
+    print(f"topk={topk}: {is_open.sum()} of {is_open.size} tokens are left out")
+    assert is_open.mean() < 0.25
+    assert (np.abs(logits - expected).max(axis=-1)[~is_open] < 1e-4).all()
+    everything = replace(target.config, indexer=replace(target.config.indexer, topk=LENGTH))
+    dense = target.replace(config=everything).forward(jnp.asarray(tokens))[0].logits
+    if topk == 39:  # the last token alone leaves one out
+        np.testing.assert_allclose(dense[:, :-1], logits[:, :-1], atol=1e-4)
+    else:
+        assert (np.abs(dense - logits).max() > 0.1) == (topk < LENGTH)
+
+
+# --- pieces, pages, trees ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(**SPARSE)
+
+
+PROMPT = np.random.default_rng(2).integers(0, 11, (2, 13)).astype(np.int32)
+PARENTS = (-1, 0, 0, 1, 1, 2, 3)
+
+
+@jax.jit
+def forward(target, tokens):
+    return target.forward(tokens)[0].logits
+
+
+@jax.jit
+def read_on(target, tokens, cache):
+    output, cache = target.forward(tokens, cache)
+    return output.logits, cache
+
+
+def paths() -> list[list[int]]:
+    """Return the nodes from the root to each node."""
+    all_paths: list[list[int]] = []
+    for node, parent in enumerate(PARENTS):
+        all_paths.append([*(all_paths[parent] if parent >= 0 else []), node])
+    return all_paths
+
+
+def tree_logits(target, cache, drafted):
+    mask = np.zeros((1, len(PARENTS), len(PARENTS)), bool)
+    for node, path in enumerate(paths()):
+        mask[0, node, path] = True
+    depths = np.array([len(path) - 1 for path in paths()])
+
+    @jax.jit
+    def score(target, tokens, cache):
+        positions = cache.length[:, None] + depths
+        return target.score(tokens, cache, positions=positions, mask=mask)
+
+    output, entries = score(target, jnp.asarray(drafted), cache)
+    return output.logits, entries
+
+
+@pytest.mark.parametrize("length", [3, 5, 13])
+def test_a_tree_is_as_each_path_alone(target, length) -> None:
+    """The prompt is shorter than topk, as long, or longer. It is read in chunks of 2 tokens.
+
+    Then one path is accepted, and the text goes on.
+    """
+    drafted = np.random.default_rng(3).integers(0, 11, (2, len(PARENTS)))
+    cache = target.new_cache(2, 24)
+    for start in range(0, length, 2):
+        _, cache = read_on(target, jnp.asarray(PROMPT[:, start : min(start + 2, length)]), cache)
+    logits, entries = tree_logits(target, cache, drafted)
+    texts = np.zeros((2, len(PARENTS), length + 4), np.int32)
+    for node, path in enumerate(paths()):
+        texts[:, node, :length] = PROMPT[:, :length]
+        texts[:, node, length : length + len(path)] = drafted[:, path]
+    alone = forward(target, jnp.asarray(texts.reshape(-1, length + 4)))
+    alone = np.asarray(alone).reshape(2, len(PARENTS), length + 4, -1)
+    for node, path in enumerate(paths()):
+        np.testing.assert_allclose(
+            logits[:, node], alone[:, node, length + len(path) - 1], atol=1e-4
+        )
+    deepest = max(paths(), key=len)
+    accepted = jax.tree.map(lambda part: part[:, :, np.array(deepest)], entries)
+    cache = cache.append(accepted, jnp.full(2, len(deepest)), after=logits)
+    following, _ = read_on(target, jnp.asarray(PROMPT[:, :1]), cache)
+    text = np.concatenate([PROMPT[:, :length], drafted[:, deepest], PROMPT[:, :1]], axis=1)
+    np.testing.assert_allclose(
+        following[:, 0], forward(target, jnp.asarray(text))[:, -1], atol=1e-4
+    )
+
+
+def test_pages_hold_index_keys_and_stale_ones_are_not_selected(target) -> None:
+    """Unfilled slots of pages hold NaN, as those of an earlier text may."""
+    parts = [len(entry) for entry in target.new_cache(1, 8).layers]
+    assert parts == [3, 2, 3, 2]
+    cache = PagedCache.like(target.new_cache(2, 24), pages=12, page=4)
+    cache = replace(cache, layers=jax.tree.map(lambda pool: pool * jnp.nan, cache.layers))
+    table = np.random.default_rng(4).permutation(12).reshape(2, 6)
+    cache, pieces = cache.with_table(jnp.asarray(table, jnp.int32)), []
+    for token in range(13):
+        logits, cache = read_on(target, jnp.asarray(PROMPT[:, token : token + 1]), cache)
+        pieces.append(logits)
+    np.testing.assert_allclose(
+        np.concatenate(pieces, axis=1), forward(target, jnp.asarray(PROMPT)), atol=1e-4
+    )
+
+
+@pytest.mark.full
+def test_long_caches_are_scored_in_blocks(target) -> None:
+    """The cache has several blocks, the last of which begins within the one before."""
+    tokens = np.random.default_rng(5).integers(0, 11, (2, 1100)).astype(np.int32)
+    logits, cache = read_on(target, jnp.asarray(tokens[:, :-5]), target.new_cache(2, 1300))
+    logits, _ = read_on(target, jnp.asarray(tokens[:, -5:]), cache)
+    expected = forward(target, jnp.asarray(tokens))[:, -5:]
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.full
+def test_in_an_8_bit_cache_a_tree_is_as_each_path_alone(target) -> None:
+    narrow = target.replace(cache_dtype="int8")
+    drafted = np.random.default_rng(3).integers(0, 11, (2, len(PARENTS)))
+    _, cache = read_on(narrow, jnp.asarray(PROMPT), narrow.new_cache(2, 24))
+    logits, _ = tree_logits(narrow, cache, drafted)
+    for node, path in enumerate(paths()):
+        alone = cache
+        for token in path:
+            one, alone = read_on(narrow, jnp.asarray(drafted[:, token : token + 1]), alone)
+        np.testing.assert_allclose(logits[:, node], one[:, 0], atol=1e-4)
+
+
+@pytest.mark.full
+def test_on_a_mesh_it_has_the_same_logits(target, tmp_path) -> None:
+    target.save_pretrained(tmp_path)
+    split = Target.from_pretrained(tmp_path, dtype=np.float32, mesh=sharding.make_mesh(2, 2))
+    _, cache = read_on(split, jnp.asarray(PROMPT[:, :9]), split.new_cache(2, 24))
+    logits, _ = read_on(split, jnp.asarray(PROMPT[:, 9:]), cache)
+    np.testing.assert_allclose(logits, forward(target, jnp.asarray(PROMPT))[:, 9:], atol=1e-4)
+
+
+# --- whole texts ---------------------------------------------------------------------------------
+
+DRAFTERS = {
+    "itself": lambda target: DraftModel(target, draft=SHAPES["chain"]),
+    "itself, dynamic tree": lambda target: DraftModel(target, draft=SHAPES["dynamic"]),
+    "early exit": lambda target: EarlyExit(layers=2, draft=SHAPES["static"]),
+}
+
+
+@pytest.mark.full
+@pytest.mark.thorough_except("itself, dynamic tree")
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_texts_are_those_of_one_token_after_the_other(target, drafter) -> None:
+    options = {"max_new_tokens": 24, "sampling": specjax.Sampling(temperature=0.0)}
+    lengths = np.array([13, 4])
+    plain = specjax.generate(target, None, PROMPT, lengths, **options)
+    drafted = specjax.generate(target, DRAFTERS[drafter](target), PROMPT, lengths, **options)
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    if drafter.startswith("itself"):
+        assert np.sum(drafted.stats.accepted) > 0.5 * np.sum(drafted.stats.steps)
+    for row, length in enumerate(lengths):
+        text = PROMPT[row, :length].tolist()
+        padded = np.zeros((1, 37), np.int32)
+        for _ in range(24):
+            padded[0, : len(text)] = text
+            text.append(int(forward(target, jnp.asarray(padded))[0, len(text) - 1].argmax()))
+        assert text == np.asarray(plain.tokens)[row, : length + 24].tolist()
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def test_a_slice_does_not_begin_with_a_layer_that_shares(target) -> None:
+    x = target.embed(jnp.asarray(PROMPT))
+    with pytest.raises(InputError, match=r"begins with layer 3, .* that layer 2 selects"):
+        target.run(x, layers=(3, 4))
+    target.run(x, layers=(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mla": None, "num_kv_heads": 2}, "indexer: it reads the latents of queries"),
+        ({"mla": MLA(6, 6, 4, 8)}, "indexer: it reads the latents of queries"),
+        ({"indexer": replace(INDEXER, head_dim=3)}, "indexer.head_dim=3: must be at least"),
+        ({"sliding_window": 4, "windowed_layers": (1,)}, "indexer: cannot be combined with"),
+    ],
+)
+def test_what_an_indexer_needs_is_checked(changes, message) -> None:
+    with pytest.raises(InputError, match=message):
+        tiny_config(**SPARSE | changes)
+
+
+def test_the_first_layer_cannot_share() -> None:
+    with pytest.raises(InputError, match=r"shared_layers=\(0, 1\): give each once"):
+        replace(INDEXER, shared_layers=(0, 1))
