@@ -51,6 +51,7 @@ import subprocess
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,11 +240,13 @@ MIXTURES = {  # changes of `tiny_config`: a model of each family with experts
     },
 }
 
-# Changes of `tiny_config`: an indexer selects 5 keys, in two layers of four.
+# Changes of `tiny_config`: indexers select 5 keys. The second layer shares those of the first. No
+# layer has experts.
 SPARSE = MIXTURES["deepseek_v3"] | {
     "model_type": "glm_moe_dsa",
-    "num_layers": 4,
-    "indexer": Indexer(heads=9, head_dim=6, topk=5, rope_interleaved=True, shared_layers=(1, 3)),
+    "num_layers": 3,
+    "moe": replace(MIXTURES["deepseek_v3"]["moe"], dense_layers=(0, 1, 2)),
+    "indexer": Indexer(heads=9, head_dim=6, topk=5, rope_interleaved=True, shared_layers=(1,)),
 }
 
 _WIDE = {"num_kv_heads": 1, "head_dim": 8, "rope": Rope(theta=300.0)}

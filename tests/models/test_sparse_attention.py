@@ -12,6 +12,7 @@ import specjax
 from specjax import sharding
 from specjax.drafters import DraftModel, EarlyExit
 from specjax.errors import InputError
+from specjax.models import config_json
 from specjax.models.cache import PagedCache
 from specjax.models.config import MLA
 from specjax.models.sparse_attention import highest
@@ -62,7 +63,7 @@ def distances(model, topk: int):
 LENGTH = 40
 
 
-@pytest.mark.full_except("7")
+@pytest.mark.full
 @pytest.mark.parametrize("topk", [7, 39, 40, 50])
 def test_one_layer_is_that_of_transformers(tmp_path, topk) -> None:
     """Count the tokens whose selection rounding decides, and compare the others.
@@ -137,6 +138,8 @@ def tree_logits(target, cache, drafted):
     return output.logits, entries
 
 
+@pytest.mark.full_except("13")
+@pytest.mark.represents("trees below a text whose keys are selected")
 @pytest.mark.parametrize("length", [3, 5, 13])
 def test_a_tree_is_as_each_path_alone(target, length) -> None:
     """The prompt is shorter than topk, as long, or longer. It is read in chunks of 2 tokens.
@@ -168,10 +171,11 @@ def test_a_tree_is_as_each_path_alone(target, length) -> None:
     )
 
 
+@pytest.mark.full
 def test_pages_hold_index_keys_and_stale_ones_are_not_selected(target) -> None:
     """Unfilled slots of pages hold NaN, as those of an earlier text may."""
     parts = [len(entry) for entry in target.new_cache(1, 8).layers]
-    assert parts == [3, 2, 3, 2]
+    assert parts == [3, 2, 3]
     cache = PagedCache.like(target.new_cache(2, 24), pages=12, page=4)
     cache = replace(cache, layers=jax.tree.map(lambda pool: pool * jnp.nan, cache.layers))
     table = np.random.default_rng(4).permutation(12).reshape(2, 6)
@@ -245,14 +249,44 @@ def test_greedy_texts_are_those_of_one_token_after_the_other(target, drafter) ->
         assert text == np.asarray(plain.tokens)[row, : length + 24].tolist()
 
 
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"index_topk_freq": 4},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 0, "index_topk_pattern": "FSSFSSFSF"},
+        {"index_topk_pattern": ["full", "shared"] * 4 + ["full"], "index_topk_freq": 3},
+        {"indexer_types": ["full"] + ["shared"] * 8, "index_topk_pattern": "FSSFSSFSF"},
+        {"num_experts": 12, "first_k_dense_replace": 5},
+    ],
+)
+def test_layers_share_as_in_transformers(changes) -> None:
+    from transformers import GlmMoeDsaConfig
+
+    raw = zoo.INDEXED | {"model_type": "glm_moe_dsa", "num_hidden_layers": 9} | changes
+    theirs, ours = GlmMoeDsaConfig(**raw), config_json.parse_config(raw)
+    shared = [not ours.has_indexer(layer) for layer in range(9)]
+    assert shared == [kind == "shared" for kind in theirs.indexer_types]
+    sparse = [ours.is_sparse(layer) for layer in range(9)]
+    assert sparse == [kind == "sparse" for kind in theirs.mlp_layer_types]
+    assert ours.moe is not None and ours.moe.num_experts == theirs.n_routed_experts
+    config = ours.first(4)
+    assert config.indexer.shared_layers == tuple(i for i in range(4) if shared[i])
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
 def test_a_slice_does_not_begin_with_a_layer_that_shares(target) -> None:
     x = target.embed(jnp.asarray(PROMPT))
-    with pytest.raises(InputError, match=r"begins with layer 3, .* that layer 2 selects"):
-        target.run(x, layers=(3, 4))
-    target.run(x, layers=(2, 4))
+    with pytest.raises(InputError, match=r"begins with layer 1, .* that layer 0 selects"):
+        target.run(x, layers=(1, 3))
+    target.run(x, layers=(2, 3))
 
 
 @pytest.mark.parametrize(
