@@ -1,5 +1,6 @@
 """Sparse attention: what an indexer selects, in a text, in pieces, in pages and in trees."""
 
+import json
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax import sharding
@@ -250,6 +252,28 @@ def test_greedy_texts_are_those_of_one_token_after_the_other(target, drafter) ->
 
 
 # --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_an_indexer_in_fp8_is_read_as_it_is_published(target, tmp_path) -> None:
+    """DeepSeek-V3.2 has two matrices of an indexer in FP8, and the weights of heads in floats."""
+    target.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    prefix = "model.layers.0.self_attn.indexer."
+    for name in (f"{prefix}wq_b.weight", f"{prefix}wk.weight"):
+        tensors[name] = (tensors[name] / 0.5).astype(jnp.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = np.full((1, 1), 0.5, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    read = Target.from_pretrained(tmp_path, dtype=jnp.bfloat16).params["layers"][0]["indexer"]
+    for ours, stored in {"q": "wq_b", "k": "wk"}.items():
+        expected = tensors[f"{prefix}{stored}.weight"].astype(np.float32).T * 0.5
+        np.testing.assert_array_equal(read[ours].astype(np.float32), expected)
+    assert read["weights"].dtype == np.float32
+    original = target.params["layers"][0]["indexer"]
+    np.testing.assert_array_equal(read["weights"], original["weights"])
 
 
 @pytest.mark.full
