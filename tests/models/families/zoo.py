@@ -577,3 +577,36 @@ def logits(model: Any, tokens: Any) -> Any:
 
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.numpy()
+
+
+CLOSE = 1e-5
+"""The distance of the last selected score and the next one below which rounding decides."""
+
+
+def open_selections(model: Any, tokens: Any) -> list[Any]:
+    """Return for each indexer of a model ``[B, T]`` bool: for which tokens rounding selects keys.
+
+    The last selected score and the next one are then nearly equal, or equal, as zeros often are.
+    """
+    import numpy as np
+    import pytest
+
+    from tests.with_torch import torch
+
+    length, selections, select = len(tokens[0]), [], torch.Tensor.topk
+    topk = getattr(model.config.get_text_config(), "index_topk", length)
+
+    def recording(scores: Any, count: int, *args: Any, **options: Any) -> Any:
+        # Routers select as well, among experts.
+        if scores.shape[1:] == (length, length) and count == topk:
+            best = select(scores, count + 1, *args, **options).values.numpy()
+            sees_more = np.arange(length) >= topk
+            selections.append((best[..., -2] - best[..., -1] < CLOSE) & sees_more)
+        return select(scores, count, *args, **options)
+
+    if topk >= length:
+        return [np.zeros((len(tokens), length), bool)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "topk", recording)
+        logits(model, tokens)
+    return selections
