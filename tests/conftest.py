@@ -51,6 +51,7 @@ import subprocess
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ import specjax
 from specjax import progress
 from specjax.drafters import MTP, Eagle3
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
-from specjax.models.config import MLA, Layer, LinearAttention, ModelConfig, MoE, Rope
+from specjax.models.config import MLA, Indexer, Layer, LinearAttention, ModelConfig, MoE, Rope
 from specjax.models.memory import Mamba2
 from specjax.models.transformer import Target
 
@@ -237,6 +238,15 @@ MIXTURES = {  # changes of `tiny_config`: a model of each family with experts
         "qk_norm": True,
         "moe": MoE(num_experts=8, experts_per_token=2, intermediate_size=8, normalise=True),
     },
+}
+
+# Changes of `tiny_config`: indexers select 5 keys. The second layer shares those of the first. No
+# layer has experts.
+SPARSE = MIXTURES["deepseek_v3"] | {
+    "model_type": "glm_moe_dsa",
+    "num_layers": 3,
+    "moe": replace(MIXTURES["deepseek_v3"]["moe"], dense_layers=(0, 1, 2)),
+    "indexer": Indexer(heads=9, head_dim=6, topk=5, rope_interleaved=True, shared_layers=(1,)),
 }
 
 _WIDE = {"num_kv_heads": 1, "head_dim": 8, "rope": Rope(theta=300.0)}

@@ -10,6 +10,7 @@ from specjax.models.memory import LayerMemory, LinearAttention, StateSizes
 __all__ = [
     "MLA",
     "Activation",
+    "Indexer",
     "Layer",
     "LayerFactors",
     "LinearAttention",
@@ -115,6 +116,44 @@ class MLA:
     def qk_head_dim(self) -> int:
         """The size of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Sparse attention: an indexer selects the keys of each query (arXiv 2512.02556, section 2.1).
+
+    DeepSeek-V3.2 and GLM-5 have it. See `specjax.models.sparse_attention`. It needs latent
+    attention, with a latent of the queries.
+
+    Attributes:
+        heads: the number of the indexer's query heads. They share one key.
+        head_dim: the size of a head's query, and of the key that is stored for each token.
+        topk: the number of keys that a query attends to, if it sees that many.
+        rope_interleaved: whether rotated pairs of the indexer are neighbours (GLM-5); otherwise
+            halves of the rotated part.
+        shared_layers: the layers without an indexer, which attend to the keys that the layer before
+            them attends to (GLM-5.2), in ascending order and never the first layer.
+
+    Examples:
+        >>> from specjax.models.config import Indexer
+        >>> indexer = Indexer(heads=32, head_dim=128, topk=2048, shared_layers=(3, 4, 5))
+        >>> indexer.head_dim, indexer.rope_interleaved
+        (128, False)
+    """
+
+    heads: int
+    head_dim: int
+    topk: int
+    rope_interleaved: bool = False
+    shared_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_minimum(1, self, ("heads", "head_dim", "topk"))
+        if list(self.shared_layers) != sorted(set(self.shared_layers) - {0}):
+            raise InputError(
+                f"shared_layers={self.shared_layers}: give each once, in ascending order, without"
+                " layer 0: it has no layer before it whose keys it could take"
+            )
 
 
 @dataclass(frozen=True)
@@ -318,6 +357,7 @@ class ModelConfig:
     of each query head is multiplied by one gate, with a projection of its own. ``mlp_limit`` clamps
     a gated unit: the gate after its activation from above, and the other input on both sides;
     ``experts_limit`` does so in experts (Step-3.5).
+    With an ``indexer`` latent attention reads selected keys alone (DeepSeek-V3.2, GLM-5).
 
     Examples:
         >>> from dataclasses import replace
@@ -383,6 +423,7 @@ class ModelConfig:
     gated_heads: bool = False
     mlp_limit: float | None = None
     experts_limit: float | None = None
+    indexer: Indexer | None = None
 
     def __post_init__(self) -> None:
         names = (
@@ -409,19 +450,10 @@ class ModelConfig:
                 f"sliding_window={self.sliding_window}: must be at least 1 token for"
                 " windowed_layers"
             )
-        if self.mla is not None and (self.head_dim, self.num_kv_heads) != (
-            self.mla.qk_rope_head_dim,
-            self.num_heads,
-        ):
-            raise InputError(
-                f"head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}: with latent attention"
-                f" head_dim is qk_rope_head_dim={self.mla.qk_rope_head_dim}, and num_kv_heads is"
-                f" num_heads={self.num_heads}"
-            )
-        if self.mla is not None and self.rope.query_growth:
-            raise InputError(
-                f"rope.query_growth={self.rope.query_growth}: must be 0 with latent attention"
-            )
+        if self.mla is not None:
+            self._check_latent(self.mla)
+        if self.indexer is not None:
+            self._check_indexer(self.indexer)
         if self.qk_norm_after_rope and (self.rope_interleaved or self.qk_norm_over_heads):
             raise InputError(
                 "qk_norm_after_rope: cannot be combined with rope_interleaved or qk_norm_over_heads"
@@ -445,6 +477,18 @@ class ModelConfig:
                 f" vocab_size={self.vocab_size}: every token needs an input for each layer"
             )
 
+    def _check_latent(self, mla: MLA) -> None:
+        if (self.head_dim, self.num_kv_heads) != (mla.qk_rope_head_dim, self.num_heads):
+            raise InputError(
+                f"head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}: with latent attention"
+                f" head_dim is qk_rope_head_dim={mla.qk_rope_head_dim}, and num_kv_heads is"
+                f" num_heads={self.num_heads}"
+            )
+        if self.rope.query_growth:
+            raise InputError(
+                f"rope.query_growth={self.rope.query_growth}: must be 0 with latent attention"
+            )
+
     def _check_linear(self) -> None:
         if self.linear is None:
             raise InputError(f"linear_layers={self.linear_layers}: linear must give their sizes")
@@ -462,6 +506,20 @@ class ModelConfig:
             )
         if set(self.linear_layers) & set(self.windowed_layers):
             raise InputError("linear_layers: cannot be combined with windows of them")
+
+    def _check_indexer(self, indexer: Indexer) -> None:
+        if self.mla is None or self.mla.q_lora_rank is None:
+            raise InputError(
+                "indexer: it reads the latents of queries: give mla with a q_lora_rank, or leave"
+                " indexer out"
+            )
+        if indexer.head_dim < self.mla.qk_rope_head_dim:
+            raise InputError(
+                f"indexer.head_dim={indexer.head_dim}: must be at least"
+                f" mla.qk_rope_head_dim={self.mla.qk_rope_head_dim}, the numbers that are rotated"
+            )
+        if self.windowed_layers:
+            raise InputError("indexer: cannot be combined with windowed_layers")
 
     def _check_blocks(self, mlp_layers: tuple[int, ...]) -> None:
         with_attention = {*self.linear_layers, *self.windowed_layers}
@@ -550,6 +608,9 @@ class ModelConfig:
         kinds: dict[str, Any] = {"windowed_layers": tuple(windowed), "linear_layers": tuple(linear)}
         if self.mlp_layers is not None:
             kinds["mlp_layers"] = tuple(i for i in self.mlp_layers if i < count)
+        if self.indexer is not None:
+            shared = tuple(i for i in self.indexer.shared_layers if i < count)
+            kinds["indexer"] = replace(self.indexer, shared_layers=shared)
         return replace(
             self, **{"num_layers": count, "layers": self.layers[:count], **kinds, **changes}
         )
@@ -569,6 +630,10 @@ class ModelConfig:
         """
         source = self.layers[layer].entries_of if self.layers else None
         return layer if source is None else source
+
+    def has_indexer(self, layer: int) -> bool:
+        """Return True if a layer selects keys with an indexer of its own."""
+        return self.indexer is not None and layer not in self.indexer.shared_layers
 
     def is_linear(self, layer: int) -> bool:
         """Return True if a layer has linear attention, Mamba-2 or a short convolution."""
@@ -592,9 +657,9 @@ class ModelConfig:
     def entry_parts(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Return the ``(heads, dim)`` of each array that a layer stores for a token.
 
-        These are keys and values, or the latent and the rotated key (see `specjax.models.cache`).
-        It is empty for a layer that reads the entries of another layer, keeps a state, or has no
-        attention.
+        These are keys and values, or the latent and the rotated key (see `specjax.models.cache`),
+        and after these the key of the layer's indexer. It is empty for a layer that reads the
+        entries of another layer, keeps a state, or has no attention.
         """
         if not self.has_mixer(layer):
             return ()
@@ -602,7 +667,10 @@ class ModelConfig:
         if self.entries_of(layer) != layer or (state is not None and not state.beside_attention):
             return ()
         if self.mla is not None:
-            return ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
+            parts = ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
+            if self.indexer is not None and self.has_indexer(layer):
+                parts += ((1, self.indexer.head_dim),)
+            return parts
         config = self.of_layer(layer)
         return ((config.num_kv_heads, config.head_dim), (config.num_kv_heads, config.value_size))
 

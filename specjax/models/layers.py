@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specjax.models import mla, moe
+from specjax.models import mla, moe, sparse_attention
 from specjax.models.attention import Piece, attend
 from specjax.models.cache import Entry
 from specjax.models.config import LayerFactors, ModelConfig
@@ -27,6 +27,7 @@ from specjax.models.primitives import activate, apart, linear, mlp, rms_norm, sc
 from specjax.models.quantized_cache import CacheType, quantize
 from specjax.models.rope import Rotations, separate_pairs
 from specjax.models.short_convolution import short_convolution
+from specjax.models.sparse_attention import Selection
 from specjax.models.states import State
 
 
@@ -61,15 +62,7 @@ def attention(
         latents and rotated keys.
     """
     if config.mla is not None:
-        entry = _remembered(mla.entry(params, config, x, rotations), cache_dtype)
-        pieces = [*past, (entry, mask)]
-        latents = attend(
-            mla.queries(params, config, x, rotations),
-            pieces,
-            scale=mla.scale(config),
-            values_part=0,
-        )
-        return linear(params, "o", mla.head_values(params, config, latents)), entry
+        return _latent_attention(params, config, x, rotations, mask, past, cache_dtype)[:2]
 
     q, gate = _gated_queries(params, config, x, rotations)
     entry = (
@@ -82,6 +75,40 @@ def attention(
     if config.gated_heads:
         gate = jnp.repeat(linear(params, "head_gate", x), config.value_size, axis=-1)
     return linear(params, "o", attended if gate is None else attended * jax.nn.sigmoid(gate)), entry
+
+
+def _latent_attention(
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    rotations: Rotations,
+    mask: jax.Array | None,
+    past: Sequence[Piece] = (),
+    cache_dtype: CacheType = "float",
+    selection: Selection | None = None,
+) -> tuple[jax.Array, Entry, Selection | None]:
+    """Compute `attention` of a layer with latents.
+
+    If the model has an indexer, it reads the tokens that the layer's own indexer selects, or those
+    of ``selection``. They are returned as well.
+    """
+    parts = mla.entry(params, config, x, rotations)
+    if "indexer" in params:
+        parts += (sparse_attention.index_key(params["indexer"], config, x, rotations),)
+    entry = _remembered(parts, cache_dtype)
+    pieces: list[Piece] = [*past, (entry, mask)]
+    if "indexer" in params:
+        latents = mla.query_latents(params, x)
+        selection = sparse_attention.select(
+            params["indexer"], config, x, latents, rotations, pieces
+        )
+    attended = attend(
+        mla.queries(params, config, x, rotations),
+        sparse_attention.selected(pieces, selection),
+        scale=mla.scale(config),
+        values_part=0,
+    )
+    return linear(params, "o", mla.head_values(params, config, attended)), entry, selection
 
 
 def _remembered(parts: tuple[jax.Array, ...], cache_dtype: CacheType) -> Entry:
@@ -183,8 +210,6 @@ Each takes the parameters, the layer's configuration, normed hidden states ``[B,
 """
 
 
-# Jitted so that layers of the same configuration are traced and lowered once.
-@partial(jax.jit, static_argnames=("config", "mesh", "cache_dtype"))
 def decoder_layer(
     params: Params,
     config: ModelConfig,
@@ -196,7 +221,7 @@ def decoder_layer(
     inputs: jax.Array | None = None,
     cache_dtype: CacheType = "float",
     context: Context | None = None,
-) -> tuple[jax.Array, Entry | State]:
+) -> tuple[jax.Array, Any]:
     """Run one decoder layer, and return the residual stream ``[B, T, H]`` after it and its entry.
 
     A layer with a state needs a ``context``, which replaces rotations, mask and past; see
@@ -205,19 +230,50 @@ def decoder_layer(
     ``params``: sharded experts run on their devices. ``inputs [B, T, P]`` are the inputs of this
     layer for each token, if the model has them.
     """
+    x, entry, _ = selecting_layer(
+        params, config, x, rotations, mask, past, mesh, inputs, cache_dtype, context
+    )
+    return x, entry
+
+
+# Jitted so that layers of the same configuration are traced and lowered once.
+@partial(jax.jit, static_argnames=("config", "mesh", "cache_dtype"))
+def selecting_layer(
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    rotations: Rotations,
+    mask: jax.Array | None,
+    past: Sequence[Piece] = (),
+    mesh: Mesh | None = None,
+    inputs: jax.Array | None = None,
+    cache_dtype: CacheType = "float",
+    context: Context | None = None,
+    selection: Selection | None = None,
+) -> tuple[jax.Array, Entry | State, Selection | None]:
+    """Run `decoder_layer`, and return the tokens that its queries have read as well.
+
+    In a model with an indexer, a layer without one reads those of ``selection``, which the layer
+    before has returned. None: all tokens that it sees.
+    """
     entry: Entry | State = ()
     if "o" in params:
         entering = normed(params, "input_norm", config, x)
-        attended, entry = _remembering(
-            params, config, entering, rotations, mask, past, cache_dtype, context
-        )
+        if config.indexer is not None:
+            attended, entry, selection = _latent_attention(
+                params, config, entering, rotations, mask, past, cache_dtype, selection
+            )
+        else:
+            attended, entry = _remembering(
+                params, config, entering, rotations, mask, past, cache_dtype, context
+            )
         x = _add(config, x, normed(params, "attention_out_norm", config, attended))
     if "down" in params or "router" in params:
         x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
     if inputs is not None:
         gated = activate(linear(params, "per_layer_gate", x), config.activation) * inputs
         x = x + normed(params, "per_layer_out_norm", config, linear(params, "per_layer_out", gated))
-    return (x * params["scalar"] if config.layer_scalars else x), entry
+    return (x * params["scalar"] if config.layer_scalars else x), entry, selection
 
 
 def _remembering(

@@ -24,6 +24,11 @@ The published models have it in their code, regardless of config.json.
 """
 
 
+def query_latents(params: Params, x: jax.Array) -> jax.Array:
+    """Return the normed latents ``[B, T, q_lora_rank]`` of the queries of ``x [B, T, H]``."""
+    return rms_norm(linear(params, "q_a", x), params["q_a_norm"], LATENT_EPS)
+
+
 def queries(
     params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations
 ) -> tuple[jax.Array, jax.Array]:
@@ -36,9 +41,7 @@ def queries(
     if mla.q_lora_rank is None:
         q = linear(params, "q", x)
     else:
-        q = linear(
-            params, "q_b", rms_norm(linear(params, "q_a", x), params["q_a_norm"], LATENT_EPS)
-        )
+        q = linear(params, "q_b", query_latents(params, x))
     q = q.reshape(*x.shape[:2], config.num_heads, mla.qk_head_dim)
     plain, turned = jnp.split(q, [mla.qk_nope_head_dim], axis=-1)
     to_keys, _ = _up_projections(params, config)

@@ -10,6 +10,7 @@ its rows are looked up.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -105,6 +106,8 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
         attention = _declare_attention(config, f"{prefix}self_attn.")
     else:
         attention = _declare_latent_attention(config, f"{prefix}self_attn.")
+        if config.has_indexer(index):
+            beside = {"indexer": _declare_indexer(config, f"{prefix}self_attn.indexer.")}
     layer = {**_declare_norms(config, prefix), **attention}
     if config.has_mlp(index):
         layer |= _declare_mlps(config, prefix, is_sparse)
@@ -271,6 +274,27 @@ def _declare_latent_attention(config: ModelConfig, prefix: str) -> dict[str, Par
             hidden,
             _residual_stddev(config),
         ),
+    }
+
+
+def _declare_indexer(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """Declare the indexer of a layer.
+
+    Every device has all of it: a mesh that split its heads would have to sum the scores of all keys
+    over the devices.
+    """
+    indexer, mla = config.indexer, config.mla
+    assert indexer is not None and mla is not None and mla.q_lora_rank is not None
+    hidden, key = (config.hidden_size, None), (indexer.head_dim, None)
+    queries = (indexer.heads * indexer.head_dim, None)
+    # The weights of heads are few numbers that decide the selection: kept in float32.
+    weights = matrix(f"{prefix}weights_proj", hidden, (indexer.heads, None), is_product=False)
+    return {
+        "q": matrix(f"{prefix}wq_b", (mla.q_lora_rank, None), queries),
+        "k": matrix(f"{prefix}wk", hidden, key),
+        "k_norm": norm(f"{prefix}k_norm", indexer.head_dim),
+        "k_norm_bias": Param((indexer.head_dim,), (None,), f"{prefix}k_norm.bias", "zeros"),
+        "weights": replace(weights, dtype="float32"),
     }
 
 

@@ -1,4 +1,4 @@
-"""The common parts of all layers: the norm, the linear layer, the gated MLP."""
+"""The common parts of all layers: the norms, the linear layer, the gated MLP."""
 
 from collections.abc import Sequence
 
@@ -40,6 +40,17 @@ def rms_norm(
     if offset:  # in float32: near 1, bfloat16 has few digits
         return (y * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
     return weight * y.astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Apply LayerNorm (Ba et al. 2016, arXiv 1607.06450) to the last axis, in float32.
+
+    The result has ``x``'s dtype; ``eps`` is added to the variance.
+    """
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    return (y * weight + bias).astype(x.dtype)
 
 
 def linear(params: Params, name: str, x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from specjax.errors import InputError
-from specjax.models.config import MLA, Layer, LinearAttention, ModelConfig, MoE, Rope
+from specjax.models.config import MLA, Indexer, Layer, LinearAttention, ModelConfig, MoE, Rope
 from specjax.models.families import FAMILIES, mimo_v2_flash
 from specjax.models.families.ropes import FULL, NO_POSITIONS, WINDOWED
 from specjax.models.params import declare
@@ -92,6 +92,19 @@ _QWEN_3_NEXT = _family(
     vocab_size=151936,
     moe=_shared_expert(num_experts=512, experts_per_token=10),
 )
+_DEEPSEEK_V3_MOE = MoE(
+    num_experts=256,
+    experts_per_token=8,
+    intermediate_size=2048,
+    shared_experts=1,
+    scoring="sigmoid",
+    normalise=True,
+    scale=2.5,
+    groups=8,
+    groups_kept=4,
+    corrected=True,
+    dense_layers=(0, 1, 2),
+)
 _DEEPSEEK_V3 = _family(
     "deepseek_v3",
     vocab_size=129280,
@@ -107,18 +120,32 @@ _DEEPSEEK_V3 = _family(
         qk_rope_head_dim=64,
         v_head_dim=128,
     ),
-    moe=MoE(
-        num_experts=256,
-        experts_per_token=8,
-        intermediate_size=2048,
-        shared_experts=1,
-        scoring="sigmoid",
-        normalise=True,
-        scale=2.5,
-        groups=8,
-        groups_kept=4,
-        corrected=True,
-        dense_layers=(0, 1, 2),
+    moe=_DEEPSEEK_V3_MOE,
+)
+_DEEPSEEK_V3_2 = partial(
+    _DEEPSEEK_V3, model_type="deepseek_v32", indexer=Indexer(heads=64, head_dim=128, topk=2048)
+)
+_GLM_5_2 = partial(
+    _DEEPSEEK_V3,
+    model_type="glm_moe_dsa",
+    vocab_size=154880,
+    max_positions=1_048_576,
+    norm_eps=1e-5,
+    rope=Rope(theta=8e6),
+    mla=MLA(
+        q_lora_rank=2048,
+        kv_lora_rank=512,
+        qk_nope_head_dim=192,
+        qk_rope_head_dim=64,
+        v_head_dim=256,
+    ),
+    moe=replace(_DEEPSEEK_V3_MOE, groups=1, groups_kept=1),
+    indexer=Indexer(
+        heads=32,
+        head_dim=128,
+        topk=2048,
+        rope_interleaved=True,
+        shared_layers=tuple(layer for layer in range(3, 78) if layer % 4 != 2),
     ),
 )
 
@@ -395,6 +422,8 @@ PUBLISHED: dict[str, ModelConfig] = {
     "qwen3.5-27b": _hybrid(_sized(_QWEN_3_5, 5120, 17408, 64, 24, 4, 256), value_heads=48),
     "qwen3.5-35b-a3b": _hybrid(_sized(_QWEN_3_5_MOE, 2048, 5632, 40, 16, 2, 256)),
     "deepseek-v3": _sized(_DEEPSEEK_V3, 7168, 18432, 61, 128, 128, 64),
+    "deepseek-v3.2": _sized(_DEEPSEEK_V3_2, 7168, 18432, 61, 128, 128, 64),
+    "glm-5.2": _sized(_GLM_5_2, 6144, 12288, 78, 64, 64, 64),
     "gemma-2-2b": _gemma(_sized(_GEMMA_2, 2304, 9216, 26, 8, 4, 256), 2, attention_scale=256**-0.5),
     "gemma-2-9b": _gemma(
         _sized(_GEMMA_2, 3584, 14336, 42, 16, 8, 256), 2, attention_scale=256**-0.5

@@ -29,7 +29,7 @@ from specjax.models.cache import (
 )
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.layers import decoder_layer, normed
+from specjax.models.layers import normed, selecting_layer
 from specjax.models.linear_attention import Ancestry, Context
 from specjax.models.memory import LayerMemory
 from specjax.models.params import Params
@@ -423,10 +423,10 @@ class Target(OneLine, KeyedByClass):
             layer with a state returns its `State`.
 
         Raises:
-            InputError: A layer of the slice reads the entries of one before the slice, or is not in
-                this part of a target; ``tokens`` are missing; ``documents`` are given with an
-                argument that they exclude; or layers with a state are to commit tokens that are not
-                a chain.
+            InputError: A layer of the slice reads the entries, or takes the selected tokens, of one
+                before the slice, or is not in this part of a target; ``tokens`` are missing;
+                ``documents`` are given with an argument that they exclude; or layers with a state
+                are to commit tokens that are not a chain.
         """
         if documents is not None and not (
             mask is None and cache is None and commit is None and not scratch
@@ -456,7 +456,8 @@ class Target(OneLine, KeyedByClass):
         # Computed once for all layers of a kind, not in every layer.
         kinds = dict.fromkeys((size.rope, size.head_dim) for size in sizes)
         turns = {kind: rotations(*kind, positions) for kind in kinds}
-        tapped, new = [], []
+        self._check_selects(start, stop)
+        tapped, new, selection = [], [], None
         for i, config in enumerate(sizes):
             if start + i in taps:
                 tapped.append(x)
@@ -472,7 +473,7 @@ class Target(OneLine, KeyedByClass):
                 past.append((new[source], visible))
             turn, layer = turns[config.rope, config.head_dim], self.params["layers"][start + i]
             extra = None if inputs is None else inputs[:, :, i]
-            x, entry = decoder_layer(
+            x, entry, selection = selecting_layer(
                 layer,
                 config,
                 x,
@@ -483,6 +484,7 @@ class Target(OneLine, KeyedByClass):
                 extra,
                 self.cache_dtype,
                 contexts[i],
+                selection,
             )
             x = self._constrain(x, None)
             new.append(entry)
@@ -548,6 +550,15 @@ class Target(OneLine, KeyedByClass):
                 "tokens: the layers of this model have inputs for each token: give the token ids"
             )
         return self.layer_inputs(tokens, layers)
+
+    def _check_selects(self, first: int, last: int) -> None:
+        """Refuse a slice whose first layer takes the selected tokens of the layer before it."""
+        if self.config.indexer is not None and first < last and not self.config.has_indexer(first):
+            full = max(layer for layer in range(first) if self.config.has_indexer(layer))
+            raise InputError(
+                f"layers: the slice begins with layer {first}, which attends to the tokens that"
+                f" layer {full} selects: begin with that one"
+            )
 
     def _source(self, layer: int, first: int) -> int:
         """Return the layer whose entries ``layer`` reads, in a slice that begins with ``first``."""

@@ -67,7 +67,9 @@ def attention_work(
     attention reads latents and rotated keys; a head multiplies with all of these, and twice with
     the latents. A layer with a sliding window reads at most the window. A layer that uses another
     layer's entries reads them again. The keys and values of the T tokens themselves are left out,
-    because they are few compared to S. A layer with a state reads that instead, or as well,
+    because they are few compared to S. A layer with an indexer (sparse attention) reads its index
+    keys and multiplies its own queries with them as well; latents and rotated keys are all read,
+    because what is not selected is masked. A layer with a state reads that instead, or as well,
     whatever S is, and multiplies each token's key and query with it; for commits see `commit_work`.
 
     Examples:
@@ -85,13 +87,15 @@ def attention_work(
         source = config.entries_of(layer)
         if not (parts := config.memory(source).parts):
             continue
-        (_, keys), (_, last) = parts
+        (_, keys), (_, last), *_ = parts
         visible = min(context, config.window_of(layer) or context)
         products += (
             visible
             * config.of_layer(layer).num_heads
             * (keys + last if config.mla is None else 2 * keys + last)
         )
+        if config.indexer is not None and config.has_indexer(layer):
+            products += visible * config.indexer.heads * config.indexer.head_dim
         numbers += visible * config.entry_size(source)
     states = sum(sizes.state_size for sizes in _states(config))
     flops = 2.0 * batch * tokens * (products + 2 * states)

@@ -34,6 +34,8 @@ COUNTS = {
     "qwen3.5-27b": 26_895_998_464,
     "qwen3.5-35b-a3b": 34_660_610_688,
     "deepseek-v3": 671_026_419_200,  # without the module that predicts further tokens
+    "deepseek-v3.2": 671_877_944_064,  # the same
+    "glm-5.2": 743_377_019_904,  # the same
     # The text model alone, without vision and audio.
     "gemma-2-2b": 2_614_341_888,
     "gemma-2-9b": 9_241_705_984,
@@ -752,6 +754,53 @@ CONFIGS = {  # the fields of each config.json that make up the shape
         "add_full_attention_sink_bias": False,
         "tie_word_embeddings": False,
     },
+}
+
+
+CONFIGS["deepseek-v3.2"] = CONFIGS["deepseek-v3"] | {
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+CONFIGS["glm-5.2"] = {
+    "model_type": "glm_moe_dsa",
+    "first_k_dense_replace": 3,
+    "head_dim": 192,
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_skip_topk_offset": 3,
+    "index_topk": 2048,
+    "index_topk_freq": 4,
+    "index_topk_pattern": None,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 1048576,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
 }
 
 

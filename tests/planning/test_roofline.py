@@ -75,6 +75,18 @@ def test_experts_and_latents_by_hand() -> None:
     assert attention.bytes == 100 * 61 * 576 * 2
 
 
+def test_index_keys_are_stored_and_read() -> None:
+    """GLM-5.2 has an indexer of 32 heads of 128 in 21 of its 78 layers."""
+    config = PUBLISHED["glm-5.2"]
+    full = [layer for layer in range(78) if config.has_indexer(layer)]
+    assert full == [0, 1, *range(2, 78, 4)]
+    numbers = 78 * (512 + 64) + 21 * 128
+    assert work.cache_bytes(config) == 2 * numbers
+    attention = work.attention_work(config, batch=1, tokens=3, context=100)
+    products = 78 * 64 * (512 + 64 + 512) + 21 * 32 * 128
+    assert attention == work.Work(2 * 3 * 100 * products, 2 * 100 * numbers)
+
+
 def test_layers_that_differ_by_hand() -> None:
     """Count the work of layers that share entries.
 

@@ -39,7 +39,7 @@ from specjax.serving.handle import (
 )
 from specjax.serving.scheduler import QueueFullError
 from specjax.serving.scheduler import Request as Scheduled
-from tests.conftest import HYBRID, compilations, tiny_target
+from tests.conftest import HYBRID, SPARSE, compilations, tiny_target
 from tests.test_text import of_bytes_and_spaces
 
 VOCABULARY, PAGE, CHUNK, CAPACITY = 11, 8, 16, 64
@@ -1305,6 +1305,23 @@ def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_st
             check_text(hybrid, request, handle)
         check_at_rest(engine)
         assert engine.statistics.prompt_tokens_shared >= 6 * 2 * CHUNK + 4 * CHUNK
+
+
+@pytest.mark.full
+def test_texts_of_a_target_with_sparse_attention_share_pages_of_index_keys() -> None:
+    sparse = tiny_target(**SPARSE)
+    beginning = np.random.default_rng(4).integers(0, VOCABULARY, CHUNK).tolist()
+    requests = [
+        Request((*beginning, 5, i), 12, {"temperature": 0.7 * (i % 2)}, seed=i) for i in range(6)
+    ]
+    with plain_engine(sparse, drafter=specjax.PromptLookup(), drafts=("chain:3",)) as engine:
+        for handle in submit_together(engine, requests[:1]):
+            handle.result(PATIENCE)
+        handles = submit_together(engine, requests)
+        for request, handle in zip(requests, handles, strict=True):
+            check_text(sparse, request, handle)
+        check_at_rest(engine)
+        assert engine.statistics.prompt_tokens_shared >= 5 * CHUNK
 
 
 @pytest.mark.full

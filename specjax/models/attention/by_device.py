@@ -97,7 +97,9 @@ def _attend_grouped(
     """
     plainly = functools.partial(attend_plainly, values_part=values_part, block=block, cap=cap)
     by_kernel = functools.partial(_attend_by_kernel, values_part=values_part, cap=cap)
-    has_cache = any(isinstance(piece, Filled) for piece in pieces)
+    # The kernels do not read which slots a query has selected (sparse attention).
+    caches = [piece for piece in pieces if isinstance(piece, Filled)]
+    has_cache = bool(caches) and all(cache.selected is None for cache in caches)
     return jax.lax.platform_dependent(
         q,
         pieces,

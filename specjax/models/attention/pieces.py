@@ -34,6 +34,8 @@ class Filled:
         since: ``[B|1, T|1]`` the first slot that each query sees. None: all filled slots are
             visible.
         table: ``[B, n]`` the pages of each row, as in `PagedCache`. None: the slots are contiguous.
+        selected: ``[B, T, S]`` bool, the slots that each query reads of those that it sees (sparse
+            attention). None: all of them.
         mesh: static, the mesh that the entry is on.
     """
 
@@ -41,6 +43,7 @@ class Filled:
     count: jax.Array
     since: jax.Array | None = None
     table: jax.Array | None = None
+    selected: jax.Array | None = None
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
@@ -49,7 +52,7 @@ class Filled:
     ) -> "Filled":
         """Return the slots of one layer of a cache; ``layer`` is an index of ``cache.layers``."""
         table = cache.table if isinstance(cache, PagedCache) else None
-        return cls(cache.layers[layer], cache.filled, since, table, mesh)
+        return cls(cache.layers[layer], cache.filled, since, table, mesh=mesh)
 
     @property
     def slots(self) -> int:
@@ -81,6 +84,8 @@ class Filled:
         visible = is_filled[:, None] & (number >= start)
         if self.since is not None:
             visible &= number >= self.since[..., None]
+        if self.selected is not None:
+            visible &= jax.lax.dynamic_slice_in_dim(self.selected, first, width, axis=2)
         if self.table is None:
             return jax.tree.map(
                 lambda part: jax.lax.dynamic_slice_in_dim(part, first, width, axis=2), self.entry

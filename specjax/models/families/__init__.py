@@ -5,6 +5,7 @@ from dataclasses import replace
 from specjax.models.families.bamba import BAMBA
 from specjax.models.families.base import Family
 from specjax.models.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K25
+from specjax.models.families.deepseek_v32 import DEEPSEEK_V32
 from specjax.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from specjax.models.families.exaone4 import EXAONE4
 from specjax.models.families.falcon_h1 import FALCON_H1
@@ -14,6 +15,7 @@ from specjax.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from specjax.models.families.glm4 import GLM4
 from specjax.models.families.glm4_moe import GLM4_MOE
 from specjax.models.families.glm4_moe_lite import GLM4_MOE_LITE
+from specjax.models.families.glm_moe_dsa import GLM_MOE_DSA
 from specjax.models.families.gpt_oss import GPT_OSS
 from specjax.models.families.granite import GRANITE
 from specjax.models.families.granitemoehybrid import GRANITEMOEHYBRID
@@ -58,6 +60,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
     "qwen3_5_moe": QWEN3_5_MOE,
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
     "kimi_k2": DEEPSEEK_V3,
     "kimi_k25": KIMI_K25,
     "mimo": MIMO,
@@ -79,6 +82,7 @@ FAMILIES: dict[str, Family] = {
     "glm4": GLM4,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "glm_moe_dsa": GLM_MOE_DSA,
     "minimax_m2": MINIMAX_M2,
     "mimo_v2_flash": MIMO_V2_FLASH,
     "ernie4_5": ERNIE4_5,
@@ -101,7 +105,6 @@ FAMILIES: dict[str, Family] = {
 
 _KEEPS_A_STATE = "its layers keep a state of another kind than Qwen3.5's"
 _MIXES_STREAMS = "its residual streams (AltUp) and low-rank residual (LAuReL) are not implemented"
-_SELECTS_TOKENS = "its attention selects tokens with an indexer (index_topk), not implemented"
 _OTHER_EXPERTS = "its experts are routed or stored in a way that is not implemented"
 
 REFUSED: dict[str, str] = {
@@ -114,7 +117,6 @@ REFUSED: dict[str, str] = {
         _KEEPS_A_STATE,
     ),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _MIXES_STREAMS),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SELECTS_TOKENS),
     **dict.fromkeys(
         ("deepseek_v4", "deepseek_ref"),
         "its residual streams (hc_mult) and compressed keys (compress_ratios) are not implemented",

@@ -262,7 +262,10 @@ def test_experts_of_qwen3_vl_are_read_in_both_orders_of_axes(zoo_model, tmp_path
 
 # --- meshes and quantized weights -----------------------------------------------------------------
 
-DIFFERENT = ("kimi_k2", "glm4", "minimax_m2", "mimo_v2_flash", "ernie4_5_moe", "hunyuan_v1_moe")
+DIFFERENT = (
+    *("kimi_k2", "glm4", "minimax_m2", "mimo_v2_flash", "ernie4_5_moe", "hunyuan_v1_moe"),
+    "glm_moe_dsa",
+)
 """Models whose tensors have names, shapes or heads that no other test of meshes has."""
 
 
@@ -408,7 +411,28 @@ REFUSALS = [
         "model_type='gemma3n' is not supported: its residual streams",
     ),
     ("gpt_oss", {"model_type": "jamba"}, "its layers keep a state of another kind"),
-    ("gpt_oss", {"model_type": "glm_moe_dsa"}, r"selects tokens with an indexer \(index_topk\)"),
+    (
+        "glm_moe_dsa",
+        {"indexer_types": ["shared", "full", "full", "full"]},
+        "indexer_types=.*: the first layer must have an indexer",
+    ),
+    (
+        "glm_moe_dsa",
+        {"indexer_types": None, "index_topk_pattern": "FSX"},
+        "index_topk_pattern='FSX': must be 'full' or 'shared' for each of num_hidden_layers=4",
+    ),
+    (
+        "glm_moe_dsa",
+        {"indexer_rope_interleave": False},
+        "indexer_rope_interleave=False: must be left out, or true",
+    ),
+    ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank=None: must be a whole number from 1"),
+    (
+        "deepseek_v32",
+        {"layer_types": ["full_attention"] * 3},
+        "layer_types has 'full_attention': only 'indexed_attention'",
+    ),
+    ("deepseek_v32", {"index_head_dim": 4}, "indexer.head_dim=4: must be at least"),
     (
         "exaone4",
         {"layer_types": None, "sliding_window_pattern": "LLLG"},

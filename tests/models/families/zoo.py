@@ -96,6 +96,15 @@ LATENT = {name: value for name, value in SIZES.items() if name != "head_dim"} | 
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+INDEXED = (
+    LATENT
+    | GROUPED_EXPERTS
+    | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 8, "pad_token_id": None}
+)
+"""Layers whose indexer selects keys, fewer than the texts of tests have.
+
+A padding token would have an embedding of zeros, and so equal scores of all keys.
+"""
 VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 8,
@@ -351,6 +360,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | GROUPED_EXPERTS
         | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "attention_bias": True},
     ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        INDEXED
+        | {"first_k_dense_replace": 1, "num_hidden_layers": 3}
+        | {
+            "rope_parameters": _YARN
+            | {"rope_theta": 1e4, "beta_fast": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        INDEXED
+        | {
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "attention_bias": True,
+        },
+    ),
     "llama4": (
         "Llama4Text",
         SIZES
@@ -549,6 +576,7 @@ FULL_ALONE = (
     "hunyuan_v1_moe",
     "ernie4_5_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "exaone4",
     "granitemoehybrid",
     "nemotron_h with experts",
@@ -656,3 +684,36 @@ def logits(model: Any, tokens: Any) -> Any:
 
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.numpy()
+
+
+CLOSE = 1e-5
+"""The distance of the last selected score and the next one below which rounding decides."""
+
+
+def open_selections(model: Any, tokens: Any) -> list[Any]:
+    """Return for each indexer of a model ``[B, T]`` bool: for which tokens rounding selects keys.
+
+    The last selected score and the next one are then nearly equal, or equal, as zeros often are.
+    """
+    import numpy as np
+    import pytest
+
+    from tests.with_torch import torch
+
+    length, selections, select = len(tokens[0]), [], torch.Tensor.topk
+    topk = getattr(model.config.get_text_config(), "index_topk", length)
+
+    def recording(scores: Any, count: int, *args: Any, **options: Any) -> Any:
+        # Routers select as well, among experts.
+        if scores.shape[1:] == (length, length) and count == topk:
+            best = select(scores, count + 1, *args, **options).values.numpy()
+            sees_more = np.arange(length) >= topk
+            selections.append((best[..., -2] - best[..., -1] < CLOSE) & sees_more)
+        return select(scores, count, *args, **options)
+
+    if topk >= length:
+        return [np.zeros((len(tokens), length), bool)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "topk", recording)
+        logits(model, tokens)
+    return selections

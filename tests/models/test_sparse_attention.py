@@ -1,0 +1,306 @@
+"""Sparse attention: what an indexer selects, in a text, in pieces, in pages and in trees."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import specjax
+from specjax import sharding
+from specjax.drafters import DraftModel, EarlyExit
+from specjax.errors import InputError
+from specjax.models import config_json
+from specjax.models.cache import PagedCache
+from specjax.models.config import MLA
+from specjax.models.sparse_attention import highest
+from specjax.models.transformer import Target
+from tests.conftest import SHAPES, SPARSE, tiny_config, tiny_target
+from tests.models.families import zoo
+
+INDEXER = SPARSE["indexer"]
+
+
+def test_the_highest_are_those_of_a_stable_sort() -> None:
+    """Many scores are equal, and some are hidden."""
+    scores = np.random.default_rng(0).integers(-2, 3, (50, 12)).astype(np.float32)
+    scores[scores == -2] = -np.inf
+    expected = np.zeros(scores.shape, bool)
+    for row, values in enumerate(scores):
+        first = sorted(range(12), key=lambda i: -values[i])[:4]
+        expected[row, [i for i in first if values[i] > -np.inf]] = True
+    np.testing.assert_array_equal(highest(jnp.asarray(scores), 4), expected)
+
+
+# --- transformers --------------------------------------------------------------------------------
+
+
+LENGTH = 40
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("topk", [7, 39, 40, 50])
+def test_one_layer_is_that_of_transformers(tmp_path, topk) -> None:
+    """Count the tokens whose selection rounding decides, and compare the others.
+
+    With few heads the scores of many keys are 0, and which of these are selected is open. In a
+    single layer such a token changes no other token.
+    """
+    fields = zoo.INDEXED | {"num_hidden_layers": 1, "index_n_heads": 4, "index_topk": topk}
+    model = zoo.build("DeepseekV32", fields)
+    model.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(1).integers(0, zoo.VOCABULARY, (4, LENGTH))
+    expected = zoo.logits(model, tokens)
+    (is_open,) = zoo.open_selections(model, tokens)
+    target = Target.from_pretrained(tmp_path, dtype=np.float32)
+    logits = np.asarray(target.forward(jnp.asarray(tokens))[0].logits)
+    print(f"topk={topk}: {is_open.sum()} of {is_open.size} tokens are left out")
+    assert is_open.mean() < 0.25
+    assert (np.abs(logits - expected).max(axis=-1)[~is_open] < 1e-4).all()
+    everything = replace(target.config, indexer=replace(target.config.indexer, topk=LENGTH))
+    dense = target.replace(config=everything).forward(jnp.asarray(tokens))[0].logits
+    if topk == 39:  # the last token alone leaves one out
+        np.testing.assert_allclose(dense[:, :-1], logits[:, :-1], atol=1e-4)
+    else:
+        assert (np.abs(dense - logits).max() > 0.1) == (topk < LENGTH)
+
+
+# --- pieces, pages, trees ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(**SPARSE)
+
+
+PROMPT = np.random.default_rng(2).integers(0, 11, (2, 13)).astype(np.int32)
+PARENTS = (-1, 0, 0, 1, 1, 2, 3)
+
+
+@jax.jit
+def forward(target, tokens):
+    return target.forward(tokens)[0].logits
+
+
+@jax.jit
+def read_on(target, tokens, cache):
+    output, cache = target.forward(tokens, cache)
+    return output.logits, cache
+
+
+def paths() -> list[list[int]]:
+    """Return the nodes from the root to each node."""
+    all_paths: list[list[int]] = []
+    for node, parent in enumerate(PARENTS):
+        all_paths.append([*(all_paths[parent] if parent >= 0 else []), node])
+    return all_paths
+
+
+def tree_logits(target, cache, drafted):
+    mask = np.zeros((1, len(PARENTS), len(PARENTS)), bool)
+    for node, path in enumerate(paths()):
+        mask[0, node, path] = True
+    depths = np.array([len(path) - 1 for path in paths()])
+
+    @jax.jit
+    def score(target, tokens, cache):
+        positions = cache.length[:, None] + depths
+        return target.score(tokens, cache, positions=positions, mask=mask)
+
+    output, entries = score(target, jnp.asarray(drafted), cache)
+    return output.logits, entries
+
+
+@pytest.mark.full_except("13")
+@pytest.mark.represents("trees below a text whose keys are selected")
+@pytest.mark.parametrize("length", [3, 5, 13])
+def test_a_tree_is_as_each_path_alone(target, length) -> None:
+    """The prompt is shorter than topk, as long, or longer. It is read in chunks of 2 tokens.
+
+    Then one path is accepted, and the text goes on.
+    """
+    drafted = np.random.default_rng(3).integers(0, 11, (2, len(PARENTS)))
+    cache = target.new_cache(2, 24)
+    for start in range(0, length, 2):
+        _, cache = read_on(target, jnp.asarray(PROMPT[:, start : min(start + 2, length)]), cache)
+    logits, entries = tree_logits(target, cache, drafted)
+    texts = np.zeros((2, len(PARENTS), length + 4), np.int32)
+    for node, path in enumerate(paths()):
+        texts[:, node, :length] = PROMPT[:, :length]
+        texts[:, node, length : length + len(path)] = drafted[:, path]
+    alone = forward(target, jnp.asarray(texts.reshape(-1, length + 4)))
+    alone = np.asarray(alone).reshape(2, len(PARENTS), length + 4, -1)
+    for node, path in enumerate(paths()):
+        np.testing.assert_allclose(
+            logits[:, node], alone[:, node, length + len(path) - 1], atol=1e-4
+        )
+    deepest = max(paths(), key=len)
+    accepted = jax.tree.map(lambda part: part[:, :, np.array(deepest)], entries)
+    cache = cache.append(accepted, jnp.full(2, len(deepest)), after=logits)
+    following, _ = read_on(target, jnp.asarray(PROMPT[:, :1]), cache)
+    text = np.concatenate([PROMPT[:, :length], drafted[:, deepest], PROMPT[:, :1]], axis=1)
+    np.testing.assert_allclose(
+        following[:, 0], forward(target, jnp.asarray(text))[:, -1], atol=1e-4
+    )
+
+
+@pytest.mark.full
+def test_pages_hold_index_keys_and_stale_ones_are_not_selected(target) -> None:
+    """Unfilled slots of pages hold NaN, as those of an earlier text may."""
+    parts = [len(entry) for entry in target.new_cache(1, 8).layers]
+    assert parts == [3, 2, 3]
+    cache = PagedCache.like(target.new_cache(2, 24), pages=12, page=4)
+    cache = replace(cache, layers=jax.tree.map(lambda pool: pool * jnp.nan, cache.layers))
+    table = np.random.default_rng(4).permutation(12).reshape(2, 6)
+    cache, pieces = cache.with_table(jnp.asarray(table, jnp.int32)), []
+    for token in range(13):
+        logits, cache = read_on(target, jnp.asarray(PROMPT[:, token : token + 1]), cache)
+        pieces.append(logits)
+    np.testing.assert_allclose(
+        np.concatenate(pieces, axis=1), forward(target, jnp.asarray(PROMPT)), atol=1e-4
+    )
+
+
+@pytest.mark.full
+def test_long_caches_are_scored_in_blocks(target) -> None:
+    """The cache has several blocks, the last of which begins within the one before."""
+    tokens = np.random.default_rng(5).integers(0, 11, (2, 1100)).astype(np.int32)
+    logits, cache = read_on(target, jnp.asarray(tokens[:, :-5]), target.new_cache(2, 1300))
+    logits, _ = read_on(target, jnp.asarray(tokens[:, -5:]), cache)
+    expected = forward(target, jnp.asarray(tokens))[:, -5:]
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.full
+def test_in_an_8_bit_cache_a_tree_is_as_each_path_alone(target) -> None:
+    narrow = target.replace(cache_dtype="int8")
+    drafted = np.random.default_rng(3).integers(0, 11, (2, len(PARENTS)))
+    _, cache = read_on(narrow, jnp.asarray(PROMPT), narrow.new_cache(2, 24))
+    logits, _ = tree_logits(narrow, cache, drafted)
+    for node, path in enumerate(paths()):
+        alone = cache
+        for token in path:
+            newest, alone = read_on(narrow, jnp.asarray(drafted[:, token : token + 1]), alone)
+        np.testing.assert_allclose(logits[:, node], newest[:, 0], atol=1e-4)
+
+
+@pytest.mark.full
+def test_on_a_mesh_it_has_the_same_logits(target, tmp_path) -> None:
+    target.save_pretrained(tmp_path)
+    split = Target.from_pretrained(tmp_path, dtype=np.float32, mesh=sharding.make_mesh(2, 2))
+    _, cache = read_on(split, jnp.asarray(PROMPT[:, :9]), split.new_cache(2, 24))
+    logits, _ = read_on(split, jnp.asarray(PROMPT[:, 9:]), cache)
+    np.testing.assert_allclose(logits, forward(target, jnp.asarray(PROMPT))[:, 9:], atol=1e-4)
+
+
+# --- whole texts ---------------------------------------------------------------------------------
+
+DRAFTERS = {
+    "itself": lambda target: DraftModel(target, draft=SHAPES["chain"]),
+    "itself, dynamic tree": lambda target: DraftModel(target, draft=SHAPES["dynamic"]),
+    "early exit": lambda target: EarlyExit(layers=2, draft=SHAPES["static"]),
+}
+
+
+@pytest.mark.full
+@pytest.mark.thorough_except("itself, dynamic tree")
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_texts_are_those_of_one_token_after_the_other(target, drafter) -> None:
+    options = {"max_new_tokens": 24, "sampling": specjax.Sampling(temperature=0.0)}
+    lengths = np.array([13, 4])
+    plain = specjax.generate(target, None, PROMPT, lengths, **options)
+    drafted = specjax.generate(target, DRAFTERS[drafter](target), PROMPT, lengths, **options)
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    if drafter.startswith("itself"):
+        assert np.sum(drafted.stats.accepted) > 0.5 * np.sum(drafted.stats.steps)
+    for row, length in enumerate(lengths):
+        text = PROMPT[row, :length].tolist()
+        padded = np.zeros((1, 37), np.int32)
+        for _ in range(24):
+            padded[0, : len(text)] = text
+            text.append(int(forward(target, jnp.asarray(padded))[0, len(text) - 1].argmax()))
+        assert text == np.asarray(plain.tokens)[row, : length + 24].tolist()
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_an_indexer_in_fp8_is_read_as_it_is_published(target, tmp_path) -> None:
+    """DeepSeek-V3.2 has two matrices of an indexer in FP8, and the weights of heads in floats."""
+    target.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    prefix = "model.layers.0.self_attn.indexer."
+    for name in (f"{prefix}wq_b.weight", f"{prefix}wk.weight"):
+        tensors[name] = (tensors[name] / 0.5).astype(jnp.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = np.full((1, 1), 0.5, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    read = Target.from_pretrained(tmp_path, dtype=jnp.bfloat16).params["layers"][0]["indexer"]
+    for ours, stored in {"q": "wq_b", "k": "wk"}.items():
+        expected = tensors[f"{prefix}{stored}.weight"].astype(np.float32).T * 0.5
+        np.testing.assert_array_equal(read[ours].astype(np.float32), expected)
+    assert read["weights"].dtype == np.float32
+    original = target.params["layers"][0]["indexer"]
+    np.testing.assert_array_equal(read["weights"], original["weights"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"index_topk_freq": 4},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 0, "index_topk_pattern": "FSSFSSFSF"},
+        {"index_topk_pattern": ["full", "shared"] * 4 + ["full"], "index_topk_freq": 3},
+        {"indexer_types": ["full"] + ["shared"] * 8, "index_topk_pattern": "FSSFSSFSF"},
+        {"num_experts": 12, "first_k_dense_replace": 5},
+    ],
+)
+def test_layers_share_as_in_transformers(changes) -> None:
+    from transformers import GlmMoeDsaConfig
+
+    raw = zoo.INDEXED | {"model_type": "glm_moe_dsa", "num_hidden_layers": 9} | changes
+    theirs, ours = GlmMoeDsaConfig(**raw), config_json.parse_config(raw)
+    shared = [not ours.has_indexer(layer) for layer in range(9)]
+    assert shared == [kind == "shared" for kind in theirs.indexer_types]
+    sparse = [ours.is_sparse(layer) for layer in range(9)]
+    assert sparse == [kind == "sparse" for kind in theirs.mlp_layer_types]
+    assert ours.moe is not None and ours.moe.num_experts == theirs.n_routed_experts
+    config = ours.first(4)
+    assert config.indexer.shared_layers == tuple(i for i in range(4) if shared[i])
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def test_a_slice_does_not_begin_with_a_layer_that_shares(target) -> None:
+    x = target.embed(jnp.asarray(PROMPT))
+    with pytest.raises(InputError, match=r"begins with layer 1, .* that layer 0 selects"):
+        target.run(x, layers=(1, 3))
+    target.run(x, layers=(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mla": None, "num_kv_heads": 2}, "indexer: it reads the latents of queries"),
+        ({"mla": MLA(6, 6, 4, 8)}, "indexer: it reads the latents of queries"),
+        ({"indexer": replace(INDEXER, head_dim=3)}, "indexer.head_dim=3: must be at least"),
+        ({"sliding_window": 4, "windowed_layers": (1,)}, "indexer: cannot be combined with"),
+    ],
+)
+def test_what_an_indexer_needs_is_checked(changes, message) -> None:
+    with pytest.raises(InputError, match=message):
+        tiny_config(**SPARSE | changes)
+
+
+def test_the_first_layer_cannot_share() -> None:
+    with pytest.raises(InputError, match=r"shared_layers=\(0, 1\): give each once"):
+        replace(INDEXER, shared_layers=(0, 1))
