@@ -54,8 +54,9 @@ def count_by_transformers(raw: dict[str, Any]) -> int:
     decoder = model.get_decoder()
     parameters = {id(value): value for value in decoder.parameters()}
     head = model.get_output_embeddings().weight
-    text = config.get_text_config()  # Step-3.7 has the field there alone
-    if not getattr(config, "tie_word_embeddings", text.tie_word_embeddings):
+    # Step-3.7 has the field for its text alone.
+    has_field = hasattr(config, "tie_word_embeddings")
+    if not (config if has_field else config.get_text_config()).tie_word_embeddings:
         parameters[id(head)] = head
     # These are stored too.
     buffers = [
