@@ -385,7 +385,7 @@ _OLDER_WITH_INDEXERS: dict[str, list[Any]] = {
     "index_topk_freq": [2],
     "index_topk_pattern": ["FS", ["full", "shared"]],
     "index_skip_topk_offset": [0, 1],
-    "num_experts": [4],
+    "num_experts": [16],
 }
 _RARE_ROPES = ("longrope", "proportional", "yarn whose bounds are cut")
 _OWN_ROPES = (("phi3", "longrope"), ("gemma4_text", "proportional"))
