@@ -4,7 +4,9 @@ Docstrings begin with a subject or a verb, and variables say what they hold.
 """
 
 import ast
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -31,6 +33,26 @@ def fill(rows):
     for each in rows:
         print([it for it in each])  # noqa: T201
 '''
+
+
+class PlainnessOfFile(NamedTuple):
+    """The path of a file, its docstrings with their lines, and its local names."""
+
+    path: str
+    docstrings: list[tuple[int, str]]
+    names: list[tuple[str, str]]
+
+
+@cache
+def held() -> list[PlainnessOfFile]:
+    """Parse every file once, which takes most of the time."""
+    code = []
+    for file in prose.files(HELD):
+        module = ast.parse(file.read_text())
+        docstrings = [(getattr(node, "lineno", 1), text) for node, text in prose.docstrings(module)]
+        path = str(file.relative_to(prose.ROOT))
+        code.append(PlainnessOfFile(path, docstrings, prose.local_names(module)))
+    return code
 
 
 @pytest.fixture
@@ -65,19 +87,17 @@ def test_the_table_has_a_line_for_each_package(capsys) -> None:
 
 def test_the_code_has_no_docstring_that_opens_with_part_of_a_sentence() -> None:
     errors = []
-    for file in prose.files(HELD):
-        for node, text in prose.docstrings(ast.parse(file.read_text())):
+    for path, docstrings, _ in held():
+        for line, text in docstrings:
             if prose.first_word(text) in prose.OPENERS:
-                line = getattr(node, "lineno", 1)
-                errors.append(f"{file.relative_to(prose.ROOT)}:{line}: {text.splitlines()[0]}")
+                errors.append(f"{path}:{line}: {text.splitlines()[0]}")
     assert not errors, "begin with a verb, or name the thing:\n" + "\n".join(errors)
 
 
 def test_the_code_has_no_variable_with_a_banned_name() -> None:
     errors = []
-    for file in prose.files(HELD):
-        path = str(file.relative_to(prose.ROOT))
-        for scope, name in prose.local_names(ast.parse(file.read_text())):
+    for path, _, names in held():
+        for scope, name in names:
             stays = (path, name) in prose.FORMATS or (
                 scope.rpartition(".")[2],
                 name,
