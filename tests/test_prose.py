@@ -4,7 +4,6 @@ Docstrings begin with a subject or a verb, and variables say what they hold.
 """
 
 import ast
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,9 +42,9 @@ class PlainnessOfFile(NamedTuple):
     names: list[tuple[str, str]]
 
 
-@cache
-def held() -> list[PlainnessOfFile]:
-    """Parse every file once, which takes most of the time."""
+@pytest.fixture(scope="module")
+def plainness() -> list[PlainnessOfFile]:
+    """Return every file, parsed once, which takes most of the time."""
     code = []
     for file in prose.files(HELD):
         module = ast.parse(file.read_text())
@@ -85,18 +84,18 @@ def test_the_table_has_a_line_for_each_package(capsys) -> None:
     assert [row.split()[0] for row in rows] == ["specjax/drafts", "specjax/wire", "total"]
 
 
-def test_the_code_has_no_docstring_that_opens_with_part_of_a_sentence() -> None:
+def test_the_code_has_no_docstring_that_opens_with_part_of_a_sentence(plainness) -> None:
     errors = []
-    for path, docstrings, _ in held():
+    for path, docstrings, _ in plainness:
         for line, text in docstrings:
             if prose.first_word(text) in prose.OPENERS:
                 errors.append(f"{path}:{line}: {text.splitlines()[0]}")
     assert not errors, "begin with a verb, or name the thing:\n" + "\n".join(errors)
 
 
-def test_the_code_has_no_variable_with_a_banned_name() -> None:
+def test_the_code_has_no_variable_with_a_banned_name(plainness) -> None:
     errors = []
-    for path, _, names in held():
+    for path, _, names in plainness:
         for scope, name in names:
             stays = (path, name) in prose.FORMATS or (
                 scope.rpartition(".")[2],
