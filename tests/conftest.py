@@ -52,6 +52,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,24 @@ def own_programs() -> Iterator[None]:
 def compiled_anew():
     with own_programs():
         yield
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has put tests of one fixture beside each other
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run tests that free the compiled programs last in their module.
+
+    The rest of the module shares its programs.
+    """
+    items[:] = [
+        item
+        for _, module in groupby(items, key=lambda item: item.path)
+        for item in sorted(module, key=frees_programs)
+    ]
+
+
+def frees_programs(item: pytest.Item) -> bool:
+    """Return whether a test uses `compiled_anew`."""
+    return "compiled_anew" in getattr(item, "fixturenames", ())
 
 
 ASSETS = Path(__file__).parents[1] / "specjax" / "assets"

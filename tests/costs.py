@@ -91,12 +91,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
+    if fixturedef.scope == "function":
+        return (yield)
     before = _cpu_seconds()
     try:
         return (yield)
     finally:
-        if fixturedef.scope != "function":
-            _totals["shared"] += _cpu_seconds() - before
+        _totals["shared"] += _cpu_seconds() - before
 
 
 _BEFORE = pytest.StashKey[dict[str, float]]()

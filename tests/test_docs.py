@@ -166,7 +166,7 @@ def test_every_public_name_is_explained_with_an_example_on_a_page_of_the_api() -
 
 SLOW = {
     *("check", "check_contract", "check_one_trace", "check_greedy", "check_rows", "check_coupled"),
-    *("check_insert", "check_rows_that_come_and_go"),
+    *("check_grammar", "check_insert", "check_rows_that_come_and_go"),
     *("check_distribution", "p_values"),
     *("Text", "admit", "read_chunk", "decode_rows", "verify_rows"),
     *("Engine", "EngineStatistics", "Handle", "Answer", "ClientRow", "ClientStatistics"),

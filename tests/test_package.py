@@ -242,5 +242,6 @@ def test_the_demo_runs_in_an_empty_environment(suffix, distributions, tmp_path) 
         run(python, "-m", "pip", "install", "--quiet", distribution, cwd=tmp_path)
         where = run(python, "-c", "import specjax; print(specjax.__file__)", cwd=empty)
         assert where.startswith(str(tmp_path / "environment"))
-        printed = run(python, "-m", "specjax", "demo", cwd=empty)
+        few = ("--max-new-tokens", "8", "--repeats", "1")
+        printed = run(python, "-m", "specjax", "demo", *few, cwd=empty)
     assert not [method for method in FEW if f" {method}" not in printed]

@@ -5,6 +5,7 @@ Docstrings begin with a subject or a verb, and variables say what they hold.
 
 import ast
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -31,6 +32,26 @@ def fill(rows):
     for each in rows:
         print([it for it in each])  # noqa: T201
 '''
+
+
+class PlainnessOfFile(NamedTuple):
+    """The path of a file, its docstrings with their lines, and its local names."""
+
+    path: str
+    docstrings: list[tuple[int, str]]
+    names: list[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def plainness() -> list[PlainnessOfFile]:
+    """Return every file, parsed once, which takes most of the time."""
+    code = []
+    for file in prose.files(HELD):
+        module = ast.parse(file.read_text())
+        docstrings = [(getattr(node, "lineno", 1), text) for node, text in prose.docstrings(module)]
+        path = str(file.relative_to(prose.ROOT))
+        code.append(PlainnessOfFile(path, docstrings, prose.local_names(module)))
+    return code
 
 
 @pytest.fixture
@@ -63,21 +84,19 @@ def test_the_table_has_a_line_for_each_package(capsys) -> None:
     assert [row.split()[0] for row in rows] == ["specjax/drafts", "specjax/wire", "total"]
 
 
-def test_the_code_has_no_docstring_that_opens_with_part_of_a_sentence() -> None:
+def test_the_code_has_no_docstring_that_opens_with_part_of_a_sentence(plainness) -> None:
     errors = []
-    for file in prose.files(HELD):
-        for node, text in prose.docstrings(ast.parse(file.read_text())):
+    for path, docstrings, _ in plainness:
+        for line, text in docstrings:
             if prose.first_word(text) in prose.OPENERS:
-                line = getattr(node, "lineno", 1)
-                errors.append(f"{file.relative_to(prose.ROOT)}:{line}: {text.splitlines()[0]}")
+                errors.append(f"{path}:{line}: {text.splitlines()[0]}")
     assert not errors, "begin with a verb, or name the thing:\n" + "\n".join(errors)
 
 
-def test_the_code_has_no_variable_with_a_banned_name() -> None:
+def test_the_code_has_no_variable_with_a_banned_name(plainness) -> None:
     errors = []
-    for file in prose.files(HELD):
-        path = str(file.relative_to(prose.ROOT))
-        for scope, name in prose.local_names(ast.parse(file.read_text())):
+    for path, _, names in plainness:
+        for scope, name in names:
             stays = (path, name) in prose.FORMATS or (
                 scope.rpartition(".")[2],
                 name,

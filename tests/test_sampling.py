@@ -49,20 +49,21 @@ def test_probabilities_equal_the_definition(mixed) -> None:
     logits = (
         jnp.asarray(np.random.default_rng(0).normal(size=(len(SETTINGS), 4, 12)), jnp.float32) * 2
     )
-    names = ("temperature", "top_k", "top_p", "min_p")
-    for row, setting in enumerate(SETTINGS):
-        if mixed:
-            full = [
-                {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | s for s in SETTINGS
+    if mixed:
+        usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        settings = {name: [(usual | setting)[name] for setting in SETTINGS] for name in usual}
+        p = np.asarray(probabilities(logits, Sampling(**settings).rows(len(SETTINGS))))
+    else:
+        p = np.concatenate(
+            [
+                probabilities(logits[row : row + 1], Sampling(**setting).rows(1))
+                for row, setting in enumerate(SETTINGS)
             ]
-            p = probabilities(
-                logits, Sampling(**{n: [s[n] for s in full] for n in names}).rows(len(SETTINGS))
-            )[row]
-        else:
-            p = probabilities(logits[row : row + 1], Sampling(**setting).rows(1))[0]
+        )
+    for row, setting in enumerate(SETTINGS):
         for node in range(4):
             np.testing.assert_allclose(
-                p[node], oracle(np.asarray(logits[row, node], float), **setting), atol=2e-6
+                p[row, node], oracle(np.asarray(logits[row, node], float), **setting), atol=2e-6
             )
 
 

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests import costs
+from tests import conftest, costs
 
 ROOT = Path(__file__).parents[1]
 CASES = """
@@ -154,3 +156,18 @@ def test_a_loop_that_never_ends_fails_and_the_others_go_on(tmp_path) -> None:
     )
     assert result.returncode == 1
     assert "1 failed, 1 passed" in result.stdout
+
+
+def test_tests_that_free_the_programs_come_last_in_their_module() -> None:
+    tests: list[Any] = [
+        SimpleNamespace(path=path, name=name, fixturenames=fixtures)
+        for path, name, fixtures in (
+            ("a.py", "frees", ["tmp_path", "compiled_anew"]),
+            ("a.py", "first", []),
+            ("a.py", "second", ["target"]),
+            ("b.py", "frees too", ["compiled_anew"]),
+            ("b.py", "third", []),
+        )
+    ]
+    conftest.pytest_collection_modifyitems(tests)
+    assert [test.name for test in tests] == ["first", "second", "frees", "third", "frees too"]

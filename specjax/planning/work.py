@@ -5,6 +5,7 @@ a state (linear attention, Mamba-2) add a third: writing accepted tokens into th
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -83,20 +84,10 @@ def attention_work(
         1.1
     """
     products, numbers = 0, 0
-    for layer in range(config.num_layers):
-        source = config.entries_of(layer)
-        if not (parts := config.memory(source).parts):
-            continue
-        (_, keys), (_, last), *_ = parts
-        visible = min(context, config.window_of(layer) or context)
-        products += (
-            visible
-            * config.of_layer(layer).num_heads
-            * (keys + last if config.mla is None else 2 * keys + last)
-        )
-        if config.indexer is not None and config.has_indexer(layer):
-            products += visible * config.indexer.heads * config.indexer.head_dim
-        numbers += visible * config.entry_size(source)
+    for (window, products_of_entry, numbers_of_entry), layers in _kinds_of_attention(config):
+        visible = layers * min(context, window or context)
+        products += visible * products_of_entry
+        numbers += visible * numbers_of_entry
     states = sum(sizes.state_size for sizes in _states(config))
     flops = 2.0 * batch * tokens * (products + 2 * states)
     return Work(flops, batch * (numbers * kv_bytes + state_bytes(config)))
@@ -133,7 +124,7 @@ def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
         >>> cache_bytes(model), cache_bytes(model, kv_bytes=1 + 4 / model.head_dim)
         (131072.0, 67584.0)
     """
-    return sum(map(config.entry_size, range(config.num_layers))) * kv_bytes
+    return _numbers_of_token(config) * kv_bytes
 
 
 def state_bytes(config: ModelConfig, number_bytes: float = 2.0) -> float:
@@ -170,10 +161,39 @@ def node_bytes(config: ModelConfig, number_bytes: float = 2.0, kv_bytes: float =
     )
 
 
-def _states(config: ModelConfig) -> list[StateSizes]:
+# A table of speeds asks for the work of one model thousands of times.
+@lru_cache
+def _states(config: ModelConfig) -> tuple[StateSizes, ...]:
     """Return the sizes of each layer's state."""
     states = (config.memory(layer).state for layer in range(config.num_layers))
-    return [sizes for sizes in states if sizes is not None]
+    return tuple(sizes for sizes in states if sizes is not None)
+
+
+@lru_cache
+def _numbers_of_token(config: ModelConfig) -> int:
+    """Count the numbers of one token in the caches of all layers."""
+    return sum(map(config.entry_size, range(config.num_layers)))
+
+
+@lru_cache
+def _kinds_of_attention(config: ModelConfig) -> tuple[tuple[tuple[int | None, int, int], int], ...]:
+    """Return each kind of layer that attends to entries, and how many layers are of that kind.
+
+    A kind is the window, and the products and the numbers that one entry takes.
+    """
+    kinds: Counter[tuple[int | None, int, int]] = Counter()
+    for layer in range(config.num_layers):
+        source = config.entries_of(layer)
+        if not (parts := config.memory(source).parts):
+            continue
+        (_, keys), (_, last), *_ = parts
+        products = config.of_layer(layer).num_heads * (
+            keys + last if config.mla is None else 2 * keys + last
+        )
+        if config.indexer is not None and config.has_indexer(layer):
+            products += config.indexer.heads * config.indexer.head_dim
+        kinds[config.window_of(layer), products, config.entry_size(source)] += 1
+    return tuple(kinds.items())
 
 
 def forward_time(

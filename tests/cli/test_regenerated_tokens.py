@@ -99,7 +99,11 @@ def test_each_answer_of_a_chat_stands_after_what_it_was_written_after(
             start = max(position for position in starts if position <= begin)
             prompt = generate.encode(messages[: 2 * number + 1])
             assert record["tokens"][start:begin] == prompt
-            result = specjax.generate(generate.target, None, [prompt], max_new_tokens=6)
+            # One length for all prompts, and so one program.
+            padded = [prompt + [0] * (64 - len(prompt))]
+            result = specjax.generate(
+                generate.target, None, padded, [len(prompt)], max_new_tokens=6
+            )
             assert (
                 record["tokens"][begin:end]
                 == result.tokens[0, len(prompt) : result.lengths[0]].tolist()

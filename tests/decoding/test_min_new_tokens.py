@@ -19,6 +19,7 @@ from specjax.drafts.shapes import Chain, DynamicTree, SampledTree
 from specjax.errors import InputError
 from specjax.sampling import Sampling, argmax, perturbed, position_keys, position_noise
 from tests.conftest import compilations, tiny_target
+from tests.grammars.oracle import all_logits
 
 ENDS, ROWS, NEW = (1, 4, 7), 6, 20
 PROMPTS = np.random.default_rng(0).integers(0, 11, (ROWS, 6))
@@ -41,11 +42,11 @@ def drafters(target) -> dict:
 
 def oracle(target, prompt: np.ndarray, key: jax.Array, sampling: Sampling, least: int) -> list[int]:
     """Decode token by token: take the likeliest allowed token, noise included."""
-    text, forward = prompt.tolist(), jax.jit(target.forward)
+    text = prompt.tolist()
     for number in range(NEW):
         padded = np.zeros((1, 32), np.int32)
         padded[0, : len(text)] = text
-        logits = np.array(forward(padded)[0].logits[0, len(text) - 1])
+        logits = np.array(all_logits(target, padded))[0, len(text) - 1]
         if number < least:
             logits[list(ENDS)] = -np.inf
         noise = position_noise(position_keys(key[None], jnp.array([[len(text)]])), 11)[0]

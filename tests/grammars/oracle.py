@@ -20,6 +20,14 @@ ROOM = 64
 """The length to which texts are padded, so that the forward pass is compiled once."""
 
 
+# Compiled once for all oracles of targets of equal shapes.
+all_logits = jax.jit(lambda target, tokens: target.forward(tokens)[0].logits)
+noise_of = jax.jit(
+    lambda key, position, vocab: position_noise(position_keys(key[None], position), vocab),
+    static_argnames="vocab",
+)
+
+
 def truncated(logits: np.ndarray, setting: dict[str, Any]) -> np.ndarray:
     """Return p ``[V]`` after temperature, top-k, top-p and min-p. No two logits are equal."""
     setting = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | setting
@@ -69,7 +77,7 @@ class Oracle:
         stop_ids: Sequence[int],
         **setting: Any,
     ) -> None:
-        self._forward, self._vocab = jax.jit(target.forward), target.config.vocab_size
+        self._target, self._vocab = target, target.config.vocab_size
         self._tokenizer = compiler._tokenizer
         self._start = LLMatcher(self._tokenizer, compiler.source(grammar))
         self._stop_ids, self._setting = list(stop_ids), setting
@@ -89,7 +97,7 @@ class Oracle:
         text = [*prompt, *output]
         padded = np.zeros((1, ROOM), np.int32)
         padded[0, : len(text)] = text
-        logits = np.array(self._forward(padded)[0].logits[0, len(text) - 1])
+        logits = np.array(all_logits(self._target, padded))[0, len(text) - 1]
         return constrained(logits, self.legal(output), self._setting)
 
     def text(self, prompt: Sequence[int], key: jax.Array, length: int) -> list[int]:
@@ -97,8 +105,8 @@ class Oracle:
         output: list[int] = []
         while len(output) < length and not (output and output[-1] in self._stop_ids):
             p = self.probabilities(prompt, output)
-            position = jnp.array([[len(prompt) + len(output)]])
-            noise = np.asarray(position_noise(position_keys(key[None], position), self._vocab))
+            position = np.array([[len(prompt) + len(output)]])
+            noise = np.asarray(noise_of(key, position, self._vocab))
             with np.errstate(divide="ignore"):
                 output.append(int(np.argmax(np.log(p) + noise[0, 0].astype(np.float64))))
         return output
@@ -176,7 +184,6 @@ class Reader:
         self._target, self._compiler = target, compiler
         self._room, self._rows = room, rows
         self._vocab = target.config.vocab_size
-        self._forward = jax.jit(lambda tokens: target.forward(tokens)[0].logits)
         self._noise = jax.jit(
             lambda keys, positions: position_noise(
                 position_keys(keys[:, None], positions), self._vocab
@@ -195,7 +202,9 @@ class Reader:
                 tokens[row, : len(whole)] = whole
             positions = np.broadcast_to(np.arange(self._room)[None], tokens.shape)
             keys = jnp.stack([text.key for text in padded])
-            logits, noise = map(np.asarray, (self._forward(tokens), self._noise(keys, positions)))
+            logits, noise = map(
+                np.asarray, (all_logits(self._target, tokens), self._noise(keys, positions))
+            )
             by_text += [list(self._of_text(t, logits[i], noise[i])) for i, t in enumerate(some)]
         return by_text
 

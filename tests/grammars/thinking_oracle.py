@@ -7,7 +7,6 @@ for without an automaton.
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from tests.grammars.oracle import Oracle
@@ -76,7 +75,7 @@ class ThinkingOracle(Oracle):
         if self._has_grammar:
             super().__init__(target, compiler, grammar, stop_ids, **setting)
         else:
-            self._forward, self._vocab = jax.jit(target.forward), target.config.vocab_size
+            self._target, self._vocab = target, target.config.vocab_size
             self._stop_ids, self._setting = list(stop_ids), setting
         self.law, self._prompt = (begin, end, budget), []
 

@@ -45,15 +45,27 @@ class BrokenAtSevens(Target):
 PROMPTS = np.random.default_rng(1).integers(0, VOCABULARY - 1, (12, 9)).tolist()
 
 
+SIZES: dict[str, Any] = {
+    "rows": 4,
+    "widths": (1, 4),
+    "capacity": 64,
+    "page": 8,
+    "pages": 9,
+    "chunk": 16,
+    "steps": 4,
+}
+"""The sizes of the engines: few pages, so that texts are preempted where rows are full.
+
+Engines of equal sizes share their programs, here and in `test_thinking`."""
+
+
 def engine(drafter: str = "chain", **options: Any) -> Engine:
     target, model = models()
     target = options.pop("target", target)
     return Engine(
         target,
         DRAFTERS[drafter](target, model),
-        **{"rows": 4, "capacity": 64, "page": 8, "chunk": 16, "steps": 4}
-        | {"tokenizer": small_tokenizer(), "grammars": True}
-        | options,
+        **SIZES | {"tokenizer": small_tokenizer(), "grammars": True} | options,
     )
 
 
@@ -84,7 +96,7 @@ def test_every_text_is_that_of_generate(drafter) -> None:
         (prompt, grammars[index % len(grammars)], index, float(index % 2))
         for index, prompt in enumerate(PROMPTS)
     ]
-    with engine(drafter, pages=9) as served:
+    with engine(drafter) as served:
         served.submit(PROMPTS[0], max_new_tokens=2).result(timeout=60)
         before = compilations()
         handles = [
@@ -212,7 +224,7 @@ def test_a_prediction_changes_the_time_of_a_constrained_text_alone(drafter, monk
         if index % 3:
             prediction[len(prediction) // 2] = (prediction[len(prediction) // 2] + 1) % END
     predictions[3] = predictions[8] = [7] * NEW
-    with engine(drafter, pages=9, max_prediction=6) as served:
+    with engine(drafter, max_prediction=6) as served:
         served.submit(PROMPTS[0], max_new_tokens=2).result(timeout=60)
         before = compilations()
         handles = [
@@ -324,7 +336,7 @@ def test_min_new_tokens_holds_unless_the_grammar_allows_the_end_alone(temperatur
 def test_a_text_that_is_cancelled_in_the_middle_disturbs_no_other() -> None:
     """Cancel texts after their first tokens; then their rows have other texts and grammars."""
     endless = specjax.Regex("(ab|c|de){200,}f:")  # it cannot end before it is cancelled
-    with engine(rows=2, capacity=256, widths=[2]) as served:
+    with engine(rows=2, capacity=256, pages=64, widths=[2]) as served:
         for index in range(3):
             cancelled = served.submit(
                 PROMPTS[index],
@@ -371,7 +383,7 @@ def test_logits_that_are_nan_end_the_constrained_text_of_their_row_alone() -> No
         else:
             fine[row] = result.tokens[0, len(prompt) : result.lengths[0]].tolist()
     assert 0 < len(fine) < 8
-    with engine(target=broken, drafts=[Chain(3)], widths=[4]) as served:
+    with engine(target=broken, drafts=[Chain(3)], pages=32, widths=[4]) as served:
         handles = [
             served.submit(prompt, grammar=grammar, temperature=0.0, **options)
             for prompt in PROMPTS[:8]

@@ -17,6 +17,7 @@ from tests.conftest import compilations
 from tests.decoding.test_constrained import DRAFTERS, END, GRAMMARS, VOCABULARY, compiler, models
 from tests.grammars.thinking_oracle import ThinkingOracle
 from tests.grammars.tokenizers_for_tests import small_tokenizer
+from tests.serving.test_constrained import SIZES
 
 NEW = 26
 BEGIN, FINISH = (0,), (12, 0)
@@ -59,7 +60,7 @@ def engine(drafter: str = "chain", **options: Any) -> Engine:
     return Engine(
         target,
         DRAFTERS[drafter](target, model),
-        **{"rows": 4, "capacity": 64, "page": 8, "chunk": 16, "steps": 4}
+        **SIZES
         | {"tokenizer": small_tokenizer(), "grammars": True, "thought_tokens": TEXTS}
         | options,
     )
@@ -115,7 +116,7 @@ def test_every_text_is_the_oracles(
     drafter: str, kinds: Literal["chosen", "masked", "free"]
 ) -> None:
     """Check twelve requests in four rows, with so few pages that texts are preempted."""
-    with engine(drafter, pages=9) as served:
+    with engine(drafter) as served:
         served._loop._constrained.kinds = kinds
         served.submit(PROMPTS[0], max_new_tokens=2).result(timeout=300)
         before = compilations()
@@ -140,7 +141,7 @@ def test_a_count_that_is_lost_at_a_preemption_is_noticed(monkeypatch) -> None:
         admitted(self)
 
     monkeypatch.setattr(Handle, "admitted", forgets)
-    with engine(pages=9) as served:
+    with engine() as served:
         try:
             assert outputs(served) != expected()
         except EngineError as error:  # the matcher meets a token that is not legal
@@ -165,7 +166,9 @@ def test_a_budget_far_from_its_end_makes_no_masked_step() -> None:
 @pytest.mark.full
 def test_log_probabilities_penalties_and_predictions_beside_a_budget() -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_ids": (), "thinking_budget": 5}
-    with engine(max_logprobs=2, max_prediction=4, penalties=True) as served:
+    # Each request is alone in the engine, and so in its first row.
+    alone_in_it = {"rows": 1, "widths": (1,)}
+    with engine(max_logprobs=2, max_prediction=4, penalties=True, **alone_in_it) as served:
         plain = served.submit(PROMPTS[3], **options).result(timeout=300)
         reported = served.submit(PROMPTS[3], logprobs=1, **options).result(timeout=300)
         predicted = served.submit(PROMPTS[3], prediction=list(plain.tokens), **options).result(

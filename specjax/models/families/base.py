@@ -145,6 +145,7 @@ class Family:
             inner ``model_type``.
         nested: in multimodal models, the field of config.json with the text model's fields. Tensors
             outside of the text model are then not read.
+        nested_may_lack: whether a file without that field has the text model's fields at its top.
         prefixes: the prefixes of the names of the text model's tensors in checkpoints, in place of
             ``model.``; several if published files differ. The first one is written.
         names: parts of the names of tensors, as `specjax.models.params` declares them, and their
@@ -182,6 +183,7 @@ class Family:
     format: Callable[[ModelConfig], JsonObject] = _nothing
     by_inner_type: Mapping[str, "Family"] = field(default_factory=dict)
     nested: str | None = None
+    nested_may_lack: bool = False
     prefixes: tuple[str, ...] = (PREFIX,)
     names: Mapping[str, str] = field(default_factory=dict)
     names_elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -213,7 +215,7 @@ class Family:
 
     def complete(self, raw: Fields) -> dict[str, Any]:
         """Return the fields of a config.json, with the family's defaults."""
-        if self.nested is not None:
+        if self.nested is not None and not (self.nested_may_lack and self.nested not in raw):
             inner = raw.get(self.nested)
             if not isinstance(inner, dict):
                 raise CheckpointError(

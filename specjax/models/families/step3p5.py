@@ -69,7 +69,7 @@ def _derived(fields: Fields) -> dict[str, Any]:
     if raw["layer_types"] is None:
         raw["layer_types"] = [FULL] * count
     if raw["mlp_layer_types"] is None:
-        sparse = _sparse_layers(fields.get("moe_layers_enum"), count)
+        sparse = _sparse_layers(fields, count)
         kinds = (experts.DENSE, experts.SPARSE)
         raw["mlp_layer_types"] = [kinds[layer in sparse] for layer in range(count)]
     heads, setting = (
@@ -83,10 +83,11 @@ def _derived(fields: Fields) -> dict[str, Any]:
     return raw | ropes | {"num_sliding_attention_heads": heads}
 
 
-def _sparse_layers(stated: Any, count: int) -> Sequence[int]:
-    """Return the layers with experts: those that a text or a list names, or all but three."""
-    if stated is None:
-        return range(3, count)
+def _sparse_layers(fields: Fields, count: int) -> Sequence[int]:
+    """Return the layers with experts: those that a text or a list names, or all but the first."""
+    if (stated := fields.get("moe_layers_enum")) is None:
+        dense = fields.get("first_k_dense_replace", 3)
+        return range(dense if type(dense) is int else 3, count)
     items = stated.split(",") if isinstance(stated, str) else stated
     if not isinstance(items, list) or not all(str(item).strip().isdecimal() for item in items):
         raise InputError(f"moe_layers_enum={show(stated)}: must name layers, such as '3,4,5'")
@@ -260,6 +261,7 @@ STEP3P5 = Family(
     aliases={
         "num_local_experts": "n_routed_experts",
         "moe_num_experts": "n_routed_experts",
+        "num_experts": "n_routed_experts",
         "moe_top_k": "num_experts_per_tok",
         "num_attention_groups": "num_key_value_heads",
         "share_expert_dims": "share_expert_dim",
@@ -280,5 +282,14 @@ STEP3P5 = Family(
     modules_follow=True,
 )
 
-STEP3P7 = replace(STEP3P5, nested="text_config", prefixes=("model.", "model.language_model."))
-"""The text model of Step-3.7, whose vision tower is not read."""
+STEP3P7 = replace(
+    STEP3P5,
+    nested="text_config",
+    nested_may_lack=True,
+    prefixes=("model.", "model.language_model."),
+)
+"""The text model of Step-3.7, whose vision tower is not read.
+
+Tools that plan for a model pass on a shorter file, without ``text_config``. What it lacks has the
+defaults of transformers' configuration of the text model.
+"""
