@@ -66,6 +66,16 @@ def test_cases_of_a_slow_test_that_are_not_named_are_thorough(run) -> None:
     run(source, "-m", "not thorough").assert_outcomes(passed=3, deselected=2)
 
 
+def test_the_cases_of_a_test_may_belong_to_three_tiers(run) -> None:
+    source = CASES.format(names="'chain'").replace(
+        "@pytest.mark.full_except",
+        "@pytest.mark.thorough_except('static')\n@pytest.mark.full_except",
+    )
+    run(source, "-m", "not full").assert_outcomes(passed=2, deselected=3)
+    run(source, "-m", "full and not thorough").assert_outcomes(passed=2, deselected=3)
+    run(source, "-m", "thorough").assert_outcomes(passed=1, deselected=4)
+
+
 def test_a_test_with_thorough_cases_must_be_slow(run) -> None:
     source = CASES.format(names="'chain'").replace("full_except", "thorough_except")
     result = run(source)

@@ -4,7 +4,8 @@ A pytest plugin, loaded by ``conftest.py``. ``make test`` runs the tests without
 ``full``, ``thorough`` and ``browser``, ``make test-full`` those with ``full`` and without
 ``thorough``, and ``make test-thorough`` all of them. A parametrized test often needs only a few of
 its cases in the earlier tier. It names these by their ids, and all other cases are ``full``, or
-``thorough``. A test with ``thorough_except`` must be ``full``, so that no case skips a tier:
+``thorough``. A test with ``thorough_except`` must be ``full`` or have ``full_except``, so that no
+case skips a tier. With both, the cases that neither of them names are ``thorough``:
 
     @pytest.mark.full_except("chain", "dynamic")
     @pytest.mark.parametrize("shape", SHAPES)
@@ -25,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Raises:
         pytest.UsageError: a named case does not exist, or a test has ``thorough_except`` without
-            ``full``.
+            ``full`` or ``full_except``.
     """
     for name, tier in TIERS.items():
         _mark_cases(config, items, name, tier)
@@ -38,13 +39,14 @@ def _mark_cases(config: pytest.Config, items: list[pytest.Item], name: str, tier
         marker = item.get_closest_marker(name)
         if marker is None:
             continue
-        if tier == "thorough" and item.get_closest_marker("full") is None:
+        is_early = tier == "thorough" and item.get_closest_marker("full") is None
+        if is_early and item.get_closest_marker("full_except") is None:
             raise pytest.UsageError(f"{item.nodeid}: {name} is for tests that are marked full")
         case = item.callspec.id if hasattr(item, "callspec") else ""
         test = item.nodeid.partition("[")[0]
         cases[test].add(case)
         named[test] = set(marker.args)
-        if case not in marker.args:
+        if case not in marker.args and not is_early:
             item.add_marker(getattr(pytest.mark, tier))
     if any("::" in argument for argument in config.args):
         return  # the user named single cases: the rest are not missing

@@ -143,6 +143,9 @@ def farthest(target: Target, paged: bool = False) -> float:
 
 
 @pytest.mark.full_except("caps-False")
+@pytest.mark.thorough_except(
+    "plain-True", "windows-True", "sinks-False", "latents-False", "sharing-True"
+)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.represents("the cache in 8 bits")
