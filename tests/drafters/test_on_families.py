@@ -99,7 +99,8 @@ FREE = {
     "early exit": lambda target: EarlyExit(layers=target.config.num_layers - 1, draft=TREE),
 }
 GREEDY_OFTEN = [
-    *[("plain", name) for name in NAMES if name not in zoo.THOROUGH_ALONE],
+    *[("plain", name) for name in ("olmo3", "phi3", "phi3 turned in part", "smollm3")],
+    *[("plain", name) for name in zoo.ONE_OF_EACH_KIND if name != "olmo3"],
     *[("draft model, tree", name) for name in ("gemma4 E2B", "gpt_oss", "mimo_v2_flash")],
     *[("prompt lookup", name) for name in ("gemma2", "hunyuan_v1_dense")],
     ("early exit", "gemma4 E2B"),

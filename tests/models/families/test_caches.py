@@ -67,12 +67,7 @@ def in_pages(target, capacity: int) -> PagedCache:
 
 
 @pytest.mark.full_except("llama4", "phi3 turned in part", "seed_oss", "smollm3 with windows")
-@pytest.mark.thorough_except(  # one model of each kind of layer
-    *("gemma2", "gemma4 E2B", "gpt_oss", "olmo3", "qwen3_5", "qwen3_next", "kimi_k2", "mixtral"),
-    *("glm4", "glm4_moe_lite", "qwen3_vl_moe", "minimax_m2", "hunyuan_v1_dense", "deepseek_v32"),
-    *("glm_moe_dsa", "granitemoehybrid", "falcon_h1", "nemotron_h with experts", "lfm2_moe"),
-    *("olmo_hybrid", "kimi_linear", "step3p7", "mimo_v2_flash"),
-)
+@pytest.mark.thorough_except(*zoo.ONE_OF_EACH_KIND)
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_pieces_and_trees_are_as_the_whole(zoo_model, name) -> None:
     target, tokens, expected, tolerance = zoo_model(name)

@@ -589,6 +589,14 @@ FULL_ALONE = (
 """Models whose kinds of layers are those of others: `make test` leaves them out."""
 
 
+ONE_OF_EACH_KIND = (
+    *("gemma2", "gemma4 E2B", "gpt_oss", "olmo3", "qwen3_5", "qwen3_next", "kimi_k2", "mixtral"),
+    *("glm4", "glm4_moe_lite", "qwen3_vl_moe", "minimax_m2", "hunyuan_v1_dense", "deepseek_v32"),
+    *("glm_moe_dsa", "granitemoehybrid", "falcon_h1", "nemotron_h with experts", "lfm2_moe"),
+    *("olmo_hybrid", "kimi_linear", "step3p7", "mimo_v2_flash"),
+)
+"""One model of each kind of layer. In some tests the others are thorough."""
+
 THOROUGH_ALONE = (
     "olmo_hybrid without positions",
     "lfm2 with biases",
