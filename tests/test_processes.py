@@ -13,7 +13,7 @@ import pytest
 
 from specjax import processes
 from specjax.errors import InputError
-from specjax.processes import Member, ProcessPlace, rendezvous
+from specjax.processes import Member, ProcessPlace, group, rendezvous
 from tests import three_processes
 from tests.processes import ends_all, free_port, wait
 from tests.processes import processes as started
@@ -305,11 +305,16 @@ def test_what_the_loss_of_a_process_breaks_is_reported_after_the_loss(monkeypatc
     """Check that a failed collective leaves the time to hear which process is lost."""
     seconds: list[float] = []
     monkeypatch.setattr(time, "sleep", seconds.append)
-    for error, waits in ((jax.errors.JaxRuntimeError("Gloo"), True), (ValueError(), False)):
+    of_device = jax.errors.JaxRuntimeError("Gloo")
+    for error, cause, waits in (
+        (of_device, None, True),
+        (ValueError("the engine failed"), of_device, True),
+        (ValueError("another error"), None, False),
+    ):
         seconds.clear()
         with pytest.raises(type(error)), processes.waiting_for_report():
-            raise error
-        assert bool(seconds) == waits
+            raise error from cause
+        assert seconds == [group._REPORT_SECONDS] * waits
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from specjax.grammars import GrammarChecker, GrammarLimits
 from specjax.models.quantization import schemes
 from specjax.models.quantized_cache import CacheType
 from specjax.processes import speaks
-from specjax.serving import ClientDrafts, Engine, follow, memory
+from specjax.serving import ClientDrafts, Engine, earlier_answers, follow, memory
 from specjax.sharding import spans_processes
 
 
@@ -69,9 +69,9 @@ class ServeConfig:
         port: port to listen at; 0 is any free port.
         api_key_file: file with the API keys that clients must send, one per line.
         no_api_key: allow everybody who can reach the server.
-        share_prefixes: let the requests of all API keys share cached prefixes. Without this option
-            each key has its own, so that no client can find out another's prompts from response
-            times.
+        share_prefixes: let the requests of all API keys share cached prefixes and earlier answers.
+            Without this option each key has its own, so that no client can find out another's
+            prompts from response times.
         tls_cert: file with the server's certificate (PEM), to serve https; requires tls_key.
         tls_key: file with the certificate's private key, without a password.
         chat_template: file with a Jinja chat template that replaces the tokenizer's own.
@@ -308,7 +308,11 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
     capacity, reason = choose_capacity(config, generator, sizes)
     if config.cache_gb:
         pages = memory.pages_in(
-            config.cache_gb, generator.target, generator.drafter, **sizes, capacity=capacity
+            config.cache_gb - _answer_bytes(config) / 1e9,
+            generator.target,
+            generator.drafter,
+            **sizes,
+            capacity=capacity,
         )
     options = {
         "target": generator,
@@ -395,14 +399,16 @@ def choose_capacity(
     positions = decoding.most_positions(target, drafter or NoDraft())
     usual = min(positions, memory.USUAL_CAPACITY)
     if config.cache_gb:
-        capacity = memory.capacity_in(config.cache_gb * 1e9, target, drafter, **sizes)
+        memory_left = config.cache_gb * 1e9 - _answer_bytes(config)
+        capacity = memory.capacity_in(memory_left, target, drafter, **sizes)
         why = f"in {config.cache_gb:g} GB of caches"
     elif spans_processes(target.mesh):  # all processes must choose the same capacity
         capacity, why = usual, "the default; see --capacity and --cache-gb"
     elif (free := memory.free_bytes(target.mesh)) is None:
         capacity, why = usual, "the default, as the free memory is unknown"
     else:
-        capacity = memory.capacity_in(free / 4, target, drafter, **sizes)
+        memory_left = free / 4 - _answer_bytes(config)
+        capacity = memory.capacity_in(memory_left, target, drafter, **sizes)
         # Less is rounded to a power of two, so that the next start finds its compiled programs.
         if capacity < positions:
             capacity = max(usual, 1 << (capacity.bit_length() - 1))
@@ -410,6 +416,11 @@ def choose_capacity(
     if capacity == positions:
         return capacity, "all that the models support"
     return capacity, f"{why}; the models support {positions}: see --capacity"
+
+
+def _answer_bytes(config: ServeConfig) -> int:
+    """Return the bytes of earlier answers on the device, which count as caches."""
+    return earlier_answers.index_bytes(config.rows, config.earlier_answers)
 
 
 def check_numbers(config: ServeConfig) -> None:
@@ -426,6 +437,7 @@ def check_numbers(config: ServeConfig) -> None:
             raise InputError(
                 f"{option.name}={value}: must be at least {minimums.get(option.name, 0)}"
             )
+    earlier_answers.check_capacity(config.earlier_answers, config.rows)
     if config.client_rows > config.rows:
         raise InputError(f"client_rows={config.client_rows}: must be at most rows={config.rows}")
     if not all(config.served_model_name or config.target):

@@ -147,6 +147,16 @@ class SuffixIndex:
         """The number of tokens that each segment has room for."""
         return self.tokens.shape[0] // self.sizes.shape[0] - 1
 
+    def padded(self, capacity: int) -> "SuffixIndex":
+        """Return an index `on_host` of a single segment with room for more tokens."""
+        more = (0, capacity + 1 - len(self.tokens))
+        return SuffixIndex(
+            tokens=np.pad(self.tokens, more, constant_values=NO_TOKEN),  # pyright: ignore[reportArgumentType]
+            order=np.pad(self.order, more),  # pyright: ignore[reportArgumentType]
+            sizes=self.sizes,
+            largest=self.largest,
+        )
+
     def put(self, segment: jax.Array | int, texts: "SuffixIndex") -> "SuffixIndex":
         """Return the index with other texts in a ``segment``.
 

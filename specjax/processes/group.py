@@ -37,7 +37,7 @@ _HEARTBEAT_SECONDS = 20
 """Seconds after which JAX gives up a process that is connected but no longer responds."""
 
 _REPORT_SECONDS = 2.0
-"""Seconds within which the end of a process on this machine is noticed, and much more."""
+"""Seconds to wait for the report of a lost process. On one machine it comes much sooner."""
 
 
 class Processes:
@@ -148,8 +148,12 @@ def waiting_for_report() -> Iterator[None]:
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError:
-        time.sleep(_REPORT_SECONDS)
+    except Exception as error:
+        # An engine reports the error of its thread as a cause.
+        if isinstance(error, jax.errors.JaxRuntimeError) or isinstance(
+            error.__cause__, jax.errors.JaxRuntimeError
+        ):
+            time.sleep(_REPORT_SECONDS)
         raise
 
 

@@ -13,7 +13,6 @@ from specjax import decoding, pipeline, processes, sharding
 from specjax.decoding.options import as_key
 from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.pausable import ROOM, Pausable
-from specjax.drafters.suffix_index import SuffixIndex
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape
@@ -28,7 +27,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
 from specjax.serving.choice import Copies
 from specjax.serving.device import MAX_STOP_TOKENS, ClientDrafts, EngineDevice, Sizes
-from specjax.serving.earlier_answers import NO_SEGMENT, check_answers, with_answers
+from specjax.serving.earlier_answers import NO_SEGMENT, check_answers, check_capacity
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.thoughts import thought_tokens as thought_tokens_of
 
@@ -137,12 +136,10 @@ class EngineConfig:
             pages = -(-rows // groups) * -(-min(capacity, USUAL_TEXT) // page)
             pages = max(pages, -(-capacity // page))
         widths = _widths(rows, widths, on_cpu and groups == 1)
-        earlier_answers = operator.index(earlier_answers)
+        check_capacity(earlier_answers, rows)
         check_answers(
             earlier_answers, drafter, spans_processes=sharding.spans_processes(target.mesh)
         )
-        if earlier_answers:
-            drafter = with_answers(drafter, SuffixIndex.empty(rows, earlier_answers))
         choices, drafters = _drafters(target, drafter, shapes, max_prediction)
         sizes = Sizes(rows, widths, capacity, pages, page, chunk, steps, max_logprobs)
         config = cls(
@@ -220,7 +217,13 @@ class EngineConfig:
                 processes=together,
             )
         return EngineDevice(
-            self.target, self.drafters, self.sizes, self.clients, has_grammars, self.penalties
+            self.target,
+            self.drafters,
+            self.sizes,
+            self.clients,
+            has_grammars,
+            self.penalties,
+            self.earlier_answers,
         )
 
     def placeholder_settings(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.processes import meet
 from specjax.progress import track
-from specjax.serving.earlier_answers import answers_of, with_answers
+from specjax.serving.earlier_answers import with_index
 from specjax.serving.memory import prefix_states_kept
 from specjax.serving.programs import EngineProgram, Programs
 
@@ -207,12 +207,20 @@ class EngineDevice:
         clients: ClientDrafts | None = None,
         grammars: bool = False,
         penalties: bool = False,
+        earlier_answers: int = 0,
     ) -> None:
         """Make the state, with free rows. Only the programs for that are compiled.
 
         Raises:
             InputError: The drafts of ``clients`` cannot be served. The message says why.
         """
+        self._answers: SuffixIndex | None = None
+        if earlier_answers:
+            self._answers = SuffixIndex.empty(sizes.rows, earlier_answers)
+            if target.mesh is not None:  # once, and not in every call
+                everywhere = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
+                self._answers = jax.device_put(self._answers, everywhere)
+            drafters = with_index(list(drafters), self._answers)
         self.target, self.drafters, self.sizes = target, drafters, sizes
         self.groups = groups_of(target.mesh)
         # The shortest chain is best for log-probabilities, which are computed for every node of a
@@ -226,7 +234,6 @@ class EngineDevice:
         self.plain = next(
             (index for index, drafter in enumerate(drafters) if drafter.draft_shape.depth == 0), 0
         )
-        self._answers = next(filter(None, map(answers_of, drafters)), None)
         if clients is not None:
             clients.check(target)
         self.clients = clients
@@ -273,7 +280,7 @@ class EngineDevice:
         # ``state`` stays what it was, because another thread may lower programs for it at any time.
         self._between: tuple[Any, Any, Draft] | None = None
         if self._answers is not None:  # so that the program is compiled
-            self.put_answers(0, SuffixIndex.on_host([], self._answers.capacity))
+            self.put_answers(0, SuffixIndex.on_host([]))
         self._mark = _mark
         self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MAX_READS)
 
@@ -287,16 +294,18 @@ class EngineDevice:
 
         Args:
             segment: the number of the segment.
-            answers: an index of a single segment, of the same capacity.
+            answers: an index of a single segment in numpy arrays, of at most the same capacity.
         """
         assert self._answers is not None
-        self._answers = _put_answers(self._answers, np.int32(segment), answers)
+        padded = answers.padded(self._answers.capacity)
+        self._answers = _put_answers(self._answers, np.int32(segment), padded)
         # Not in place: another thread may lower programs for the drafters at any time.
-        self.drafters = with_answers(self.drafters, self._answers)
+        self.drafters = with_index(self.drafters, self._answers)
 
     def release(self) -> None:
         """Free the caches, even if something still refers to this object."""
         self.state = self._empty_prefix_state = self.adjustments = self._answers = None
+        self.drafters = with_index(self.drafters, None)
         self._marks.clear()
 
     def widths_of(self, index: int) -> tuple[int, ...]:

@@ -1,15 +1,17 @@
 """The earlier answers of each tenant, which its later texts draft from.
 
 Agents write again what they wrote before. So the engine keeps the newest answers of each tenant in
-a `SuffixIndex`, from which the drafter `specjax.drafters.Suffix` copies. What one tenant wrote
-changes no draft of another one, because acceptance can be seen in the time of an answer: each
-tenant has an index of its own, with a size of its own, and its oldest answers go for its own new
-ones alone.
+a `SuffixIndex`, from which the drafter `specjax.drafters.Suffix` copies. Acceptance can be seen in
+the time of an answer, so what one tenant wrote must change no draft of another one: each has an
+index of its own, with a size of its own, and its oldest answers go for its own new ones alone. Only
+whether a new tenant finds a place, among so many, depends on others.
 
-The host sorts an index again after each answer, in a thread of low priority. A step never waits for
-that: until it is done, drafts come from the index before.
+The host sorts an index again after each answer, in a thread of low priority. No step waits for the
+sort: until it is done, drafts come from the index before.
 """
 
+import itertools
+import logging
 import os
 import sys
 import threading
@@ -18,11 +20,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 
+from specjax.arguments import is_whole
 from specjax.drafters import Drafter
 from specjax.drafters.methods.suffix import Suffix
 from specjax.drafters.suffix_index import SHORTEST_CONTEXT, SuffixIndex
@@ -31,6 +34,9 @@ from specjax.serving.pages import Tenant
 
 MOST_TENANTS = 1024
 """The largest number of tenants whose answers are kept."""
+
+MOST_SALTS = 64
+"""The largest number of tenants of one name, which differ in their salts. The idlest goes first."""
 
 IDLE_SECONDS = 3600.0
 """The seconds without an answer after which a tenant may lose its answers to a new tenant."""
@@ -41,6 +47,7 @@ LARGEST_CAPACITY = 2**22
 NO_SEGMENT = -1
 """The segment of rows that draft from no earlier answer."""
 
+_LOGGER = logging.getLogger(__name__)
 _LOWER_PRIORITY = 10  # the niceness of the thread
 _Drafters = TypeVar("_Drafters")
 
@@ -51,10 +58,10 @@ class _TenantAnswers:
 
     Attributes:
         texts: the token ids of each answer, the oldest first.
-        version: the number of answers so far, those that were dropped included.
+        version: a number that no other answers have had.
         size: the number of tokens that the texts need in an index.
         last_used: when the newest answer came.
-        index: the sorted answers, in numpy arrays; None: none was sorted yet.
+        index: the sorted answers, in numpy arrays without room for more; None: none was sorted yet.
         sorted_version: the version of the answers in ``index``.
     """
 
@@ -89,6 +96,7 @@ class EarlierAnswers:
         capacity: int,
         *,
         most_tenants: int = MOST_TENANTS,
+        most_salts: int = MOST_SALTS,
         idle_seconds: float = IDLE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,11 +108,15 @@ class EarlierAnswers:
             most_tenants: the largest number of tenants whose answers are kept. A new one beyond it
                 takes the place of the tenant that has had no answer for longest, if that is at
                 least ``idle_seconds``; otherwise nothing is kept for the new one.
+            most_salts: the largest number of tenants of one name.
             idle_seconds: see ``most_tenants``.
             clock: returns the time in seconds.
         """
         self.capacity = capacity
-        self._most_tenants, self._idle_seconds, self._clock = most_tenants, idle_seconds, clock
+        self._most_tenants, self._most_salts = most_tenants, most_salts
+        self._idle_seconds, self._clock = idle_seconds, clock
+        # One counter for all, so that a tenant that comes back has no version that it had before.
+        self._versions = itertools.count(1)
         self._tenants: OrderedDict[Tenant, _TenantAnswers] = OrderedDict()  # the newest last
         self._unsorted: OrderedDict[Tenant, None] = OrderedDict()
         self._is_sorting = self._is_closed = False
@@ -124,7 +136,7 @@ class EarlierAnswers:
             answers.size += len(text) + 1
             while answers.size > self.capacity:
                 answers.size -= len(answers.texts.popleft()) + 1
-            answers.version += 1
+            answers.version = next(self._versions)
             answers.last_used = self._clock()
             self._tenants.move_to_end(tenant)
             self._unsorted[tenant] = None
@@ -156,15 +168,23 @@ class EarlierAnswers:
 
     def _answers_of(self, tenant: Tenant) -> _TenantAnswers | None:
         """Return the answers of a tenant, new ones if need be; None: there is no place."""
-        if tenant not in self._tenants:
-            if len(self._tenants) >= self._most_tenants:
-                idlest = next(iter(self._tenants))
-                if self._clock() - self._tenants[idlest].last_used < self._idle_seconds:
-                    return None
-                del self._tenants[idlest]
-                self._unsorted.pop(idlest, None)
-            self._tenants[tenant] = _TenantAnswers()
+        if tenant in self._tenants:
+            return self._tenants[tenant]
+        of_name = [present for present in self._tenants if present.name == tenant.name]
+        if len(of_name) >= self._most_salts:
+            self._drop(of_name[0])
+        elif len(self._tenants) >= self._most_tenants:
+            idlest = next(iter(self._tenants))
+            if self._clock() - self._tenants[idlest].last_used < self._idle_seconds:
+                return None
+            self._drop(idlest)
+        self._tenants[tenant] = _TenantAnswers()
         return self._tenants[tenant]
+
+    def _drop(self, tenant: Tenant) -> None:
+        """Drop the answers of a tenant."""
+        self._tenants.pop(tenant, None)
+        self._unsorted.pop(tenant, None)
 
     def _run(self) -> None:
         """Sort whatever changes. This is the body of the thread."""
@@ -179,9 +199,16 @@ class EarlierAnswers:
                 tenant, _ = self._unsorted.popitem(last=False)
                 answers = self._tenants[tenant]
                 texts, version, self._is_sorting = list(answers.texts), answers.version, True
-            index = SuffixIndex.on_host(texts, self.capacity)  # pyright: ignore[reportArgumentType]
+            index = None
+            try:
+                index = SuffixIndex.on_host(texts)  # pyright: ignore[reportArgumentType]
+            except Exception:  # such as too little memory: only drafts of this tenant are lost
+                _LOGGER.exception("earlier answers of a tenant cannot be sorted; they are dropped")
             with self._changed:
-                answers.index, answers.sorted_version = index, version
+                if index is None:
+                    self._drop(tenant)
+                else:
+                    answers.index, answers.sorted_version = index, version
                 self._is_sorting = False
                 self._changed.notify_all()
 
@@ -230,7 +257,7 @@ class TenantSegments:
         return segment, placed_version != version
 
 
-def with_answers(drafter: _Drafters, answers: SuffixIndex) -> _Drafters:
+def with_index(drafter: _Drafters, answers: SuffixIndex | None) -> _Drafters:
     """Return a drafter, or the drafters of a list, whose suffix drafters search ``answers``."""
     return jax.tree.map(
         lambda part: replace(part, answers=answers) if isinstance(part, Suffix) else part,
@@ -239,29 +266,37 @@ def with_answers(drafter: _Drafters, answers: SuffixIndex) -> _Drafters:
     )
 
 
-def answers_of(drafter: Any) -> SuffixIndex | None:
-    """Return the index of earlier answers that a drafter searches; None: there is none."""
-    suffixes = (part for part in _parts(drafter) if isinstance(part, Suffix))
-    return next((part.answers for part in suffixes), None)
+def index_bytes(rows: int, capacity: int) -> int:
+    """Return the bytes of the index on the device, with a segment for each row."""
+    return 2 * 4 * rows * (capacity + 1) if capacity else 0
 
 
-def _parts(drafter: Any) -> list[Any]:
-    """Return the leaves of a drafter, of which a suffix drafter is one."""
-    return jax.tree.leaves(drafter, is_leaf=lambda part: isinstance(part, Suffix))
+def check_capacity(capacity: int, rows: int) -> None:
+    """Check the number of tokens of answers that are kept for each tenant.
+
+    Raises:
+        InputError: It is out of range.
+    """
+    if not is_whole(capacity) or not (capacity == 0 or 1024 <= capacity <= LARGEST_CAPACITY):
+        raise InputError(
+            f"earlier_answers={capacity!r}: give from 1,024 to {LARGEST_CAPACITY:,} tokens for each"
+            " tenant, or 0 for none"
+        )
+    if rows * (capacity + 1) >= 2**31:  # places are 32-bit numbers
+        raise InputError(
+            f"earlier_answers={capacity}: too many for rows={rows}; give at most"
+            f" {2**31 // rows - 2:,}"
+        )
 
 
 def check_answers(capacity: int, drafter: Drafter, *, spans_processes: bool) -> None:
-    """Check that an engine can keep so many tokens of answers for each tenant.
+    """Check that an engine with a drafter can keep so many tokens of answers for each tenant.
 
     Raises:
         InputError: It cannot. The message says why.
     """
-    if not (capacity == 0 or 1024 <= capacity <= LARGEST_CAPACITY):
-        raise InputError(
-            f"earlier_answers={capacity}: give from 1,024 to {LARGEST_CAPACITY:,} tokens for each"
-            " tenant, or 0 for none"
-        )
-    if capacity and not any(isinstance(part, Suffix) for part in _parts(drafter)):
+    parts = jax.tree.leaves(drafter, is_leaf=lambda part: isinstance(part, Suffix))
+    if capacity and not any(isinstance(part, Suffix) for part in parts):
         raise InputError(
             f"earlier_answers={capacity}: the drafter does not search them; give a suffix drafter"
             " (--drafter suffix), alone or together with others"

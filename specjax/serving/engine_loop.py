@@ -480,7 +480,7 @@ class EngineLoop:
             chunks = [chunk for chunk, _, _ in chosen]
             for chunk, recipient, row_text in chosen:
                 if row_text is not None:
-                    self._begin_row(chunk, self._with_answers(row_text, chunk, recipient))
+                    self._begin_row(chunk, self._in_its_segment(row_text, chunk, recipient))
                     self.device.adjust(chunk.row, self._adjustments(chunk.request, recipient))
             echoed = [
                 (recipient, chunk)
@@ -531,7 +531,7 @@ class EngineLoop:
             recipient.admitted()
         return row_text
 
-    def _with_answers(
+    def _in_its_segment(
         self, row_text: device_rows.Text, chunk: PrefillChunk, recipient: Handle | ClientRow
     ) -> device_rows.Text:
         """Let a new text draft from the earlier answers of its tenant, if there are any."""

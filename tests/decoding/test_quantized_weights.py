@@ -110,8 +110,8 @@ def test_quantized_drafters_pass_conformance(name: str) -> None:
     assert name == "early exit" or any(
         map(is_quantized, jax.tree.leaves(drafter, is_leaf=is_quantized))
     )
-    # What a row remembers does not depend on how weights are stored.
-    specjax.conformance.check(target, drafter, come_and_go=False)
+    # What a row remembers does not depend on how weights are stored: texts come and go in one case.
+    specjax.conformance.check(target, drafter, come_and_go=name == "eagle3")
 
 
 @pytest.mark.full

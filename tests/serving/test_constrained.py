@@ -315,7 +315,7 @@ def test_min_new_tokens_holds_unless_the_grammar_allows_the_end_alone(temperatur
         )
         return result.tokens[0, len(prompt) : result.lengths[0]].tolist()
 
-    with engine() as served:
+    with engine(pages=32) as served:
         handles = [
             served.submit(prompt, grammar=grammar, seed=seed, temperature=temperature, **options)
             for prompt, grammar, seed in cases
@@ -429,7 +429,7 @@ def test_a_requests_own_end_tokens_end_its_text_where_the_grammar_may_end() -> N
     """Check rows that share a grammar and have different end tokens."""
     grammar = specjax.Regex("(a|d)(a|d|f){2,12}")
     ends = [(END,), (1, END), (6, 7), ()]
-    with engine() as served:
+    with engine(pages=32) as served:  # four rows at a time
         handles = [
             served.submit(
                 PROMPTS[row],

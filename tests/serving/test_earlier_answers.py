@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 
 from specjax.drafters import NoDraft, PromptLookup, Suffix, Together
-from specjax.drafters.suffix_index import NO_TOKEN
+from specjax.drafters.suffix_index import NO_TOKEN, SuffixIndex
 from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.errors import InputError
 from specjax.serving import Engine
-from specjax.serving.earlier_answers import NO_SEGMENT, EarlierAnswers, TenantSegments
+from specjax.serving.earlier_answers import (
+    NO_SEGMENT,
+    EarlierAnswers,
+    TenantSegments,
+    check_capacity,
+)
 from specjax.serving.pages import Tenant
 from tests.conftest import compilations
 
@@ -70,6 +75,44 @@ def test_a_new_tenant_takes_no_place_of_one_that_is_in_use() -> None:
     answers.add(C, [1, 2, 3])  # in place of B, which was idle for longer than 60 seconds
     assert [len(texts_of(answers, tenant)) for tenant in (A, B, C)] == [2, 0, 1]
     answers.close()
+
+
+def test_many_salts_of_one_name_take_no_place_of_others() -> None:
+    answers = EarlierAnswers(20, most_tenants=4, most_salts=3)
+    for salt in range(9):
+        answers.add(Tenant("a", str(salt)), [1, 2, 3])
+    answers.add(B, [1, 2, 3])
+    kept = [salt for salt in range(9) if texts_of(answers, Tenant("a", str(salt)))]
+    assert (kept, len(texts_of(answers, B))) == ([6, 7, 8], 1)
+    answers.close()
+
+
+def test_a_tenant_that_comes_back_has_another_version() -> None:
+    answers, segments = EarlierAnswers(20, most_salts=1), TenantSegments(2)
+    versions = []
+    for tenant in (A, C, A):  # C has the name of A
+        answers.add(tenant, [1, 2, 3])
+        answers.wait()
+        newest = answers.newest(tenant)
+        assert newest is not None
+        versions.append(newest[0])
+        assert segments.place(tenant, newest[0], in_use=[])[1]
+    assert len(set(versions)) == 3
+    answers.close()
+
+
+def test_answers_that_cannot_be_sorted_are_dropped(answers, monkeypatch) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    answers.add(B, [1, 2, 3])
+    answers.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(SuffixIndex, "on_host", fails)
+        answers.add(A, [1, 2, 3])
+        assert texts_of(answers, A) == []
+    answers.add(A, [4, 5, 6])
+    assert (texts_of(answers, A), len(texts_of(answers, B))) == ([[4, 5, 6]], 1)
 
 
 def test_tenants_of_other_rows_keep_their_segments() -> None:
@@ -156,12 +199,43 @@ def test_a_text_that_is_not_stored_neither_drafts_from_others_nor_is_drafted_fro
 
 
 @pytest.mark.full
+def test_a_running_text_keeps_its_segment_while_other_tenants_come(target, monkeypatch) -> None:
+    """Check its drafts beside texts of two tenants, which take turns in the second row."""
+    options: dict[str, Any] = {"max_new_tokens": 160, "eos_token_ids": (), "seed": 1}
+
+    def flags(served: Engine, others: int) -> list[bool]:
+        """Return which tokens of a text of tenant a were drafted and accepted."""
+        handle = served.submit(PROMPT, tenant="a", temperature=1.0, **options)
+        for number in range(others):
+            short: dict[str, Any] = options | {"max_new_tokens": 3, "seed": number}
+            served.submit(PROMPT, tenant="bc"[number % 2], **short).result(60)
+        assert handle.finish_reason is None or not others
+        pieces = list(handle)
+        return [was_drafted for piece in pieces for was_drafted in piece.accepted]
+
+    with engine(target, capacity=256, pages=64, steps=1) as served:
+        answers = served._loop.answers
+        assert answers is not None
+        flags(served, others=0)
+        for name in "bc":
+            answers.add(Tenant(name), [*range(11)] * 20)
+        answers.wait()
+        version = answers.newest(Tenant("a"))
+        # From now on no answer is added, so that none of its own changes the drafts.
+        monkeypatch.setattr(answers, "add", lambda *_: None)
+        alone = flags(served, others=0)
+        assert sum(alone) > 100
+        assert flags(served, others=4) == alone
+        assert answers.newest(Tenant("a")) == version
+
+
+@pytest.mark.full
 def test_many_tenants_take_turns_in_few_rows(target) -> None:
-    """Check that the drafts of each are as if it were alone, preempted and cut texts included."""
+    """Check that the drafts of each are as if it were alone, and texts that are preempted."""
     tenants = [str(number) for number in range(5)]
     with engine(target) as served:
         alone = [drafted(served, seed, tenant="alone") for seed in (1, 2, 1, 2)]
-    with engine(target) as served:
+    with engine(target, pages=6) as served:
         together: dict[str, list[Any]] = {tenant: [] for tenant in tenants}
         for seed in (1, 2, 1, 2):
             for tenant in tenants:
@@ -181,6 +255,7 @@ def test_many_tenants_take_turns_in_few_rows(target) -> None:
             for seed in (1, 2)
         ]
         texts = [list(handle.result(60).tokens) for handle in handles]
+        assert served.statistics.preemptions > 0
     expected = [[token for token, _ in pairs] for pairs in alone[:2]]
     assert texts == expected * len(tenants)
 
@@ -207,6 +282,7 @@ def _newest_of_any(newest: Any) -> Any:
         (SUFFIX, -1, "earlier_answers=-1: give from"),
         (PromptLookup(), 1024, "earlier_answers=1024: the drafter does not search them"),
         (NoDraft(), 1024, "earlier_answers=1024: the drafter does not search them"),
+        (SUFFIX, 1024.5, "earlier_answers=1024.5: give from"),
     ],
 )
 def test_what_an_engine_cannot_keep_is_refused(target, drafter, capacity, message) -> None:
@@ -214,7 +290,14 @@ def test_what_an_engine_cannot_keep_is_refused(target, drafter, capacity, messag
         Engine(target, drafter, earlier_answers=capacity, capacity=64)
 
 
+def test_places_of_an_index_are_32_bit_numbers() -> None:
+    check_capacity(2**22, rows=511)
+    with pytest.raises(InputError, match="earlier_answers=4194304: too many for rows=512"):
+        check_capacity(2**22, rows=512)
+
+
 @pytest.mark.full
+@pytest.mark.thorough
 def test_predictions_grammars_and_penalties_beside_earlier_answers(target) -> None:
     """Check drafters that wrap the suffix drafter: their texts are those of plain decoding."""
     options: dict[str, Any] = {"max_prediction": 4, "penalties": True, "max_logprobs": 1}

@@ -33,6 +33,7 @@ SHARED = frozenset(
         "seed",
         "speculation",
         "stop_token_ids",
+        "store",
         "structured_outputs",
         "temperature",
         "thinking_budget",
