@@ -82,8 +82,8 @@ def test_many_salts_of_one_name_take_no_place_of_others() -> None:
     for salt in range(9):
         answers.add(Tenant("a", str(salt)), [1, 2, 3])
     answers.add(B, [1, 2, 3])
-    kept = [salt for salt in range(9) if texts_of(answers, Tenant("a", str(salt)))]
-    assert (kept, len(texts_of(answers, B))) == ([6, 7, 8], 1)
+    present = [salt for salt in range(9) if texts_of(answers, Tenant("a", str(salt)))]
+    assert (present, len(texts_of(answers, B))) == ([6, 7, 8], 1)
     answers.close()
 
 
@@ -203,29 +203,29 @@ def test_a_running_text_keeps_its_segment_while_other_tenants_come(target, monke
     """Check its drafts beside texts of two tenants, which take turns in the second row."""
     options: dict[str, Any] = {"max_new_tokens": 160, "eos_token_ids": (), "seed": 1}
 
-    def flags(served: Engine, others: int) -> list[bool]:
+    def flags(served: Engine, beside: int) -> list[bool]:
         """Return which tokens of a text of tenant a were drafted and accepted."""
         handle = served.submit(PROMPT, tenant="a", temperature=1.0, **options)
-        for number in range(others):
+        for number in range(beside):
             short: dict[str, Any] = options | {"max_new_tokens": 3, "seed": number}
             served.submit(PROMPT, tenant="bc"[number % 2], **short).result(60)
-        assert handle.finish_reason is None or not others
+        assert handle.finish_reason is None or not beside
         pieces = list(handle)
         return [was_drafted for piece in pieces for was_drafted in piece.accepted]
 
     with engine(target, capacity=256, pages=64, steps=1) as served:
         answers = served._loop.answers
         assert answers is not None
-        flags(served, others=0)
+        flags(served, beside=0)
         for name in "bc":
             answers.add(Tenant(name), [*range(11)] * 20)
         answers.wait()
         version = answers.newest(Tenant("a"))
         # From now on no answer is added, so that none of its own changes the drafts.
         monkeypatch.setattr(answers, "add", lambda *_: None)
-        alone = flags(served, others=0)
+        alone = flags(served, beside=0)
         assert sum(alone) > 100
-        assert flags(served, others=4) == alone
+        assert flags(served, beside=4) == alone
         assert answers.newest(Tenant("a")) == version
 
 
