@@ -454,6 +454,13 @@ class ModelConfig:
             self._check_latent(self.mla)
         if self.indexer is not None:
             self._check_indexer(self.indexer)
+        if self.gated_heads and (self.gated_attention or self.mla is not None):
+            raise InputError(
+                "gated_heads: cannot be combined with gated_attention or latent attention"
+            )
+        for name in ("mlp_limit", "experts_limit"):
+            if (limit := getattr(self, name)) is not None and limit <= 0:
+                raise InputError(f"{name}={limit}: must be above 0, or None for no limit")
         if self.qk_norm_after_rope and (self.rope_interleaved or self.qk_norm_over_heads):
             raise InputError(
                 "qk_norm_after_rope: cannot be combined with rope_interleaved or qk_norm_over_heads"

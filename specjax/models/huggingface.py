@@ -154,7 +154,7 @@ def _reader(
     # MTP modules are numbered after the last layer. `config_json.parse_config` has checked the
     # field.
     if layers is None and family.modules_follow:
-        modules = files.raw.get("num_nextn_predict_layers") or 0
+        modules = family.complete(files.raw).get("num_nextn_predict_layers") or 0
     else:
         modules = 0
     prefix = family.prefix_in(stored)

@@ -1,7 +1,7 @@
 """The arithmetic and the memory traffic of a forward pass, for `specjax.planning.roofline`.
 
 A pass has two kinds of work: products with the weights, and attention over the cache. Layers with
-a state (linear attention, Mamba-2) add a third: writing accepted tokens into their states.
+a state (such as linear attention) add a third: writing accepted tokens into their states.
 """
 
 import math

@@ -81,7 +81,7 @@ class PagePool:
 
     A page is free, or belongs to one row, or to a prefix. A prefix that no row uses stays until its
     pages are needed. Prefix states are not in pages. If they are large, as those of a target with
-    linear attention or Mamba-2, only the most recently used ones stay.
+    tables in its states, only the most recently used ones stay.
 
     Attributes:
         total: the number of pages.

@@ -127,12 +127,15 @@ class StateLayer:
         assert [part.shape for part in entry] == [part.shape for part in empty]
         longest = max(tree.paths, key=len)
         accepted = [part[:, :, np.array(longest)] for part in entry]
-        after = jax.jit(State.append)(tree.state, accepted, jnp.array([len(longest), 1]))
-        read = np.concatenate([tree.texts[0], tree.nodes[0, longest]])[None]
-        again = self.read_text(tree.params, read, [read.shape[1]])
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a[0], b[0], atol=TOLERANCE), after, again
-        )
+        # Of the second row's path the first node alone is accepted.
+        counts, lengths = [len(longest), 1], [9, 1]
+        after = jax.jit(State.append)(tree.state, accepted, jnp.array(counts))
+        for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            nodes = tree.nodes[row, longest[:count]]
+            read = np.concatenate([tree.texts[row, :length], nodes])[None]
+            again = self.read_text(tree.params, read, [read.shape[1]])
+            for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(again), strict=True):
+                np.testing.assert_allclose(a[row], b[0], atol=TOLERANCE)
 
     def check_below_drafted(self) -> None:
         """Read a tree level by level.

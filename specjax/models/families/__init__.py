@@ -103,19 +103,14 @@ FAMILIES: dict[str, Family] = {
 }
 """The families by the ``model_type`` of config.json."""
 
-_KEEPS_A_STATE = "its layers keep a state of another kind than Qwen3.5's"
+_KEEPS_A_STATE = "its layers keep a state of a kind that is not implemented"
+_HAS_NO_ATTENTION = "no layer has attention, which is not implemented"
 _MIXES_STREAMS = "its residual streams (AltUp) and low-rank residual (LAuReL) are not implemented"
 _OTHER_EXPERTS = "its experts are routed or stored in a way that is not implemented"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "jamba", "zamba2"),
-        _KEEPS_A_STATE,
-    ),
-    **dict.fromkeys(
-        ("recurrent_gemma", "rwkv"),
-        _KEEPS_A_STATE,
-    ),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv"), _HAS_NO_ATTENTION),
+    **dict.fromkeys(("jamba", "zamba2", "recurrent_gemma"), _KEEPS_A_STATE),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _MIXES_STREAMS),
     **dict.fromkeys(
         ("deepseek_v4", "deepseek_ref"),

@@ -13,6 +13,10 @@ from specjax.models.fields import CheckpointError, Field, Fields, JsonObject, sh
 from specjax.models.params import Param, Params, Within
 
 
+def _no_fields(_: Fields) -> Fields | None:
+    return None
+
+
 def _nothing(_: Any) -> dict[str, Any]:
     return {}
 
@@ -106,6 +110,19 @@ _OF_THE_WHOLE = (
 """Fields of config.json that are beside ``text_config`` and apply to the text model."""
 
 
+def unpadded(by_layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file states by layer, with layer 5 as "5": with more than ten it is "05"."""
+    return {name.lstrip("0") or "0": value for name, value in by_layer.items()}
+
+
+def own_names(fields: Fields, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that a file states by names of its own, which win over the common names.
+
+    It is for the names in the ``attribute_map`` of transformers' configurations.
+    """
+    return {name: fields[alias] for alias, name in aliases.items() if alias in fields}
+
+
 @dataclass(frozen=True)
 class Family:
     """One model type: how its config.json and its tensors' names differ from those of others.
@@ -145,7 +162,8 @@ class Family:
             inner ``model_type``.
         nested: in multimodal models, the field of config.json with the text model's fields. Tensors
             outside of the text model are then not read.
-        nested_may_lack: whether a file without that field has the text model's fields at its top.
+        short_file: returns the text model's fields of a file without the ``nested`` object, or None
+            if the file does not have them.
         prefixes: the prefixes of the names of the text model's tensors in checkpoints, in place of
             ``model.``; several if published files differ. The first one is written.
         names: parts of the names of tensors, as `specjax.models.params` declares them, and their
@@ -183,7 +201,7 @@ class Family:
     format: Callable[[ModelConfig], JsonObject] = _nothing
     by_inner_type: Mapping[str, "Family"] = field(default_factory=dict)
     nested: str | None = None
-    nested_may_lack: bool = False
+    short_file: Callable[[Fields], Fields | None] = _no_fields
     prefixes: tuple[str, ...] = (PREFIX,)
     names: Mapping[str, str] = field(default_factory=dict)
     names_elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -215,8 +233,8 @@ class Family:
 
     def complete(self, raw: Fields) -> dict[str, Any]:
         """Return the fields of a config.json, with the family's defaults."""
-        if self.nested is not None and not (self.nested_may_lack and self.nested not in raw):
-            inner = raw.get(self.nested)
+        if self.nested is not None:
+            inner = raw.get(self.nested) if self.nested in raw else self.short_file(raw)
             if not isinstance(inner, dict):
                 raise CheckpointError(
                     f"{self.nested}={show(inner)}: must be an object with the text model's fields"

@@ -12,7 +12,7 @@ from typing import Any
 from specjax.errors import InputError
 from specjax.models.config import Layer, ModelConfig, MoE, Rope
 from specjax.models.families import gemma
-from specjax.models.families.base import Family, Fused
+from specjax.models.families.base import Family, Fused, unpadded
 from specjax.models.families.ropes import FULL, WINDOWED, format_by_kind, parse_by_kind
 from specjax.models.fields import (
     Field,
@@ -105,11 +105,7 @@ def _parse_layers(fields: Fields, rope: Rope) -> tuple[Layer, ...]:
         full["num_kv_heads"] = (
             fields["num_global_key_value_heads"] if fields["attention_k_eq_v"] else None
         )
-    # Layer 5 is "5", or "05" where there are more than ten.
-    overrides = {
-        name.lstrip("0") or "0": override
-        for name, override in (fields["per_layer_config"] or {}).items()
-    }
+    overrides = unpadded(fields["per_layer_config"] or {})
     layers = []
     for index, kind in enumerate(kinds):
         layer = dict(full) if kind == FULL else {}

@@ -8,7 +8,7 @@ from typing import Any
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.families import experts, latent
-from specjax.models.families.base import Family
+from specjax.models.families.base import Family, own_names
 from specjax.models.families.delta_net import CONVOLUTION_NAMES, LINEAR
 from specjax.models.families.ropes import FULL
 from specjax.models.fields import (
@@ -43,6 +43,16 @@ _IN_OBJECT = {
 }
 """Fields of ``linear_attn_config`` in published files, and their names today."""
 
+_OWN_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""The names of transformers' configuration, which win over the common ones."""
+
 
 def _derived(fields: Fields) -> dict[str, Any]:
     """Return the fields of today's files, from those of published ones. Nothing is checked yet."""
@@ -52,7 +62,8 @@ def _derived(fields: Fields) -> dict[str, Any]:
     if set(inner) - {*_IN_OBJECT, "full_attn_layers", "kda_layers"}:
         unread = sorted(set(inner) - {*_IN_OBJECT, "full_attn_layers", "kda_layers"})
         raise InputError(f"linear_attn_config.{unread[0]}={show(inner[unread[0]])}: is not read")
-    derived = {ours: inner[name] for name, ours in _IN_OBJECT.items() if name in inner}
+    derived = own_names(fields, _OWN_NAMES)
+    derived |= {ours: inner[name] for name, ours in _IN_OBJECT.items() if name in inner}
     if fields.get("layer_types") is None:
         derived["layer_types"] = _kinds(inner, count)
     if fields.get("mlp_layer_types") is None:
@@ -162,15 +173,7 @@ KIMI_LINEAR = Family(
     kinds=(FULL, LINEAR),
     ropes_by_kind=True,
     fields=_FIELDS,
-    aliases={
-        "model_max_length": "max_position_embeddings",
-        "moe_renormalize": "norm_topk_prob",
-        "num_expert_group": "n_group",
-        "num_experts": "n_routed_experts",
-        "num_local_experts": "n_routed_experts",
-        "num_experts_per_token": "num_experts_per_tok",
-        "num_shared_experts": "n_shared_experts",
-    },
+    aliases=_OWN_NAMES | {"num_local_experts": "n_routed_experts"},
     derived=_derived,
     parse=_parse,
     format=_format,

@@ -38,6 +38,9 @@ def _derived(fields: Fields) -> dict[str, Any]:
     if fields.get("layer_types") is None and type(count) is int and 1 <= count <= 10_000:
         kinds = [FULL if layer % 4 == 3 else LINEAR for layer in range(count)]
         derived["layer_types"] = [*kinds[:-1], FULL] if FULL not in kinds else kinds
+    has_rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+    if not has_rope and fields.get("rope_theta", 0) is None:  # null, and not left out
+        derived["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
     sizes = {name: fields.get(name) for name in _SIZES[1:]}
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
         sizes[name] = heads if sizes[name] is None else sizes[name]

@@ -11,7 +11,7 @@ from typing import Any
 from specjax.errors import InputError
 from specjax.models.config import Layer, ModelConfig, MoE, Rope
 from specjax.models.families import experts
-from specjax.models.families.base import Family, Fused
+from specjax.models.families.base import Family, Fused, own_names, unpadded
 from specjax.models.families.ropes import FULL, WINDOWED, format_by_kind, parse_by_kind
 from specjax.models.fields import (
     Field,
@@ -56,6 +56,13 @@ _BY_LAYER = (
 )
 """Fields with an element for each layer. In published files MTP modules follow."""
 
+_OWN_NAMES = {
+    "moe_num_experts": "n_routed_experts",
+    "moe_top_k": "num_experts_per_tok",
+    "num_attention_groups": "num_key_value_heads",
+}
+"""Names that transformers' configuration maps to the common ones."""
+
 
 def _derived(fields: Fields) -> dict[str, Any]:
     """Return the fields of today's files, from those of published ones. Nothing is checked yet."""
@@ -69,7 +76,7 @@ def _derived(fields: Fields) -> dict[str, Any]:
     if raw["layer_types"] is None:
         raw["layer_types"] = [FULL] * count
     if raw["mlp_layer_types"] is None:
-        sparse = _sparse_layers(fields, count)
+        sparse = _sparse_layers(fields.get("moe_layers_enum"), count)
         kinds = (experts.DENSE, experts.SPARSE)
         raw["mlp_layer_types"] = [kinds[layer in sparse] for layer in range(count)]
     heads, setting = (
@@ -80,15 +87,17 @@ def _derived(fields: Fields) -> dict[str, Any]:
         heads = setting.get("num_attention_heads")
     ropes = _ropes(fields, raw)
     del raw["partial_rotary_factors"]
-    return raw | ropes | {"num_sliding_attention_heads": heads}
+    own = own_names(fields, _OWN_NAMES)
+    return raw | ropes | own | {"num_sliding_attention_heads": heads}
 
 
-def _sparse_layers(fields: Fields, count: int) -> Sequence[int]:
-    """Return the layers with experts: those that a text or a list names, or all but the first."""
-    if (stated := fields.get("moe_layers_enum")) is None:
-        dense = fields.get("first_k_dense_replace", 3)
-        return range(dense if type(dense) is int else 3, count)
-    items = stated.split(",") if isinstance(stated, str) else stated
+def _sparse_layers(stated: Any, count: int) -> Sequence[int]:
+    """Return the layers with experts: those that a text or a list names, or all but three."""
+    if stated is None:
+        return range(3, count)
+    items = stated
+    if isinstance(stated, str):
+        items = [item for item in stated.split(",") if item.strip()]
     if not isinstance(items, list) or not all(str(item).strip().isdecimal() for item in items):
         raise InputError(f"moe_layers_enum={show(stated)}: must name layers, such as '3,4,5'")
     return [int(item) for item in items]
@@ -192,6 +201,7 @@ def _heads(fields: Fields) -> list[int]:
     if by_layer is None:
         return [windowed if kind == WINDOWED else full for kind in fields["layer_types"]]
     heads = []
+    by_layer = unpadded(by_layer)
     for layer in range(fields["num_hidden_layers"]):
         stated = by_layer.get(str(layer), {})
         if not isinstance(stated, dict) or not stated.keys() <= {"num_attention_heads"}:
@@ -235,6 +245,16 @@ def _format(config: ModelConfig) -> JsonObject:
     )
 
 
+def _short_file(raw: Fields) -> Fields | None:
+    """Return the text model's fields of a file that states its sizes at the top."""
+    needed = ("hidden_size", "num_hidden_layers", "num_experts", "layer_types", "vocab_size")
+    count, dense = raw.get("num_hidden_layers"), raw.get("first_k_dense_replace")
+    if not all(name in raw for name in needed) or type(count) is not int or type(dense) is not int:
+        return None
+    kinds = [experts.DENSE] * min(dense, count) + [experts.SPARSE] * (count - dense)
+    return {**raw, "n_routed_experts": raw["num_experts"], "mlp_layer_types": kinds}
+
+
 STEP3P5 = Family(
     model_type="step3p5",
     architecture="Step3p7TextModel",
@@ -259,11 +279,7 @@ STEP3P5 = Family(
     ropes_by_kind=True,
     fields=_FIELDS,
     aliases={
-        "num_local_experts": "n_routed_experts",
-        "moe_num_experts": "n_routed_experts",
-        "num_experts": "n_routed_experts",
-        "moe_top_k": "num_experts_per_tok",
-        "num_attention_groups": "num_key_value_heads",
+        **_OWN_NAMES,
         "share_expert_dims": "share_expert_dim",
         "num_mtp_layers": "num_nextn_predict_layers",
     },
@@ -285,11 +301,11 @@ STEP3P5 = Family(
 STEP3P7 = replace(
     STEP3P5,
     nested="text_config",
-    nested_may_lack=True,
+    short_file=_short_file,
     prefixes=("model.", "model.language_model."),
 )
 """The text model of Step-3.7, whose vision tower is not read.
 
-Tools that plan for a model pass on a shorter file, without ``text_config``. What it lacks has the
-defaults of transformers' configuration of the text model.
+Collections of files for planning have a shorter one, without ``text_config``. What it lacks has the
+defaults of transformers' configuration of the text model, so the published weights do not fit it.
 """

@@ -47,9 +47,9 @@ def count_by_transformers(raw: dict[str, Any]) -> int:
     if raw["model_type"] in ("kimi_k2", "mimo"):  # transformers has no class of these names
         raw["model_type"] = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}[raw["model_type"]]
     if raw["model_type"] == "step3p7" and "text_config" not in raw:
-        # transformers takes the defaults of the whole text model for such a file.
-        raw = {"model_type": "step3p7", "text_config": raw | {"model_type": "step3p5"}}
-        raw["text_config"]["n_routed_experts"] = raw["text_config"].pop("num_experts")
+        # Of such a file transformers reads no field of the text, so they are nested for it.
+        inner = raw | {"model_type": "step3p5", "n_routed_experts": raw.get("num_experts")}
+        raw = {"model_type": "step3p7", "text_config": inner}
     config = transformers.AutoConfig.for_model(**raw)
     sees = "text_config" in raw
     auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM

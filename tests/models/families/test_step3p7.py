@@ -105,5 +105,43 @@ def test_what_is_not_implemented_is_refused(changes, message) -> None:
 
 def test_the_fields_of_the_text_model_must_be_nested() -> None:
     """transformers reads no other fields of such a file, and would take its defaults."""
-    with pytest.raises(CheckpointError, match="text_config=None: must be an object"):
-        config_json.parse_config({**TEXT, "model_type": "step3p7"})
+    for raw in ({}, TEXT, {"text_confg": TEXT}):
+        with pytest.raises(CheckpointError, match="text_config=None: must be an object"):
+            config_json.parse_config({**raw, "model_type": "step3p7"})
+
+
+def test_a_short_file_for_planning_states_its_sizes_at_the_top() -> None:
+    kinds = ["full_attention", *["sliding_attention"] * 3] * 2
+    sizes = {"hidden_size": 32, "num_hidden_layers": 8, "vocab_size": 40, "layer_types": kinds}
+    of_experts = {"num_experts": 16, "first_k_dense_replace": 2, "sliding_window": 4}
+    config = config_json.parse_config({"model_type": "step3p7", **sizes, **of_experts})
+    assert config.moe is not None
+    assert (config.num_layers, config.moe.num_experts, config.moe.dense_layers) == (8, 16, (0, 1))
+
+
+def test_heads_by_layer_are_read_where_the_numbers_of_layers_are_padded() -> None:
+    """transformers writes layer 5 as "05" if there are more than ten."""
+    count = 12
+    kinds = ["full_attention", *["sliding_attention"] * 3] * 3
+    heads = {f"{layer:02}": {"num_attention_heads": 96} for layer in range(count) if layer % 4}
+    text = {
+        **TEXT,
+        "num_hidden_layers": count,
+        "layer_types": kinds,
+        "mlp_layer_types": ["dense"] * count,
+        "swiglu_limits": None,
+        "swiglu_limits_shared": None,
+        "per_layer_config": heads,
+    }
+    config = config_json.parse_config({"model_type": "step3p7", "text_config": text})
+    assert [config.of_layer(layer).num_heads == 96 for layer in range(count)] == [
+        layer % 4 > 0 for layer in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", ["moe_top_k", "moe_num_experts"])
+def test_a_name_of_its_own_wins_over_the_common_one(name) -> None:
+    common = {"moe_top_k": "num_experts_per_tok", "moe_num_experts": "n_routed_experts"}[name]
+    moe = config_json.parse_config(nested(**{name: 19, common: 12})).moe
+    assert moe is not None
+    assert 19 in (moe.experts_per_token, moe.num_experts)
