@@ -357,7 +357,7 @@ class ModelConfig:
     of each query head is multiplied by one gate, with a projection of its own. ``mlp_limit`` clamps
     a gated unit: the gate after its activation from above, and the other input on both sides;
     ``experts_limit`` does so in experts (Step-3.5).
-    With an ``indexer`` latent attention reads selected keys alone (DeepSeek-V3.2, GLM-5).
+    With an ``indexer`` latent attention attends to selected keys alone (DeepSeek-V3.2, GLM-5).
 
     Examples:
         >>> from dataclasses import replace
@@ -454,13 +454,7 @@ class ModelConfig:
             self._check_latent(self.mla)
         if self.indexer is not None:
             self._check_indexer(self.indexer)
-        if self.gated_heads and (self.gated_attention or self.mla is not None):
-            raise InputError(
-                "gated_heads: cannot be combined with gated_attention or latent attention"
-            )
-        for name in ("mlp_limit", "experts_limit"):
-            if (limit := getattr(self, name)) is not None and limit <= 0:
-                raise InputError(f"{name}={limit}: must be above 0, or None for no limit")
+        self._check_gates()
         if self.qk_norm_after_rope and (self.rope_interleaved or self.qk_norm_over_heads):
             raise InputError(
                 "qk_norm_after_rope: cannot be combined with rope_interleaved or qk_norm_over_heads"
@@ -514,6 +508,15 @@ class ModelConfig:
         if set(self.linear_layers) & set(self.windowed_layers):
             raise InputError("linear_layers: cannot be combined with windows of them")
 
+    def _check_gates(self) -> None:
+        if self.gated_heads and (self.gated_attention or self.mla is not None):
+            raise InputError(
+                "gated_heads: cannot be combined with gated_attention or latent attention"
+            )
+        for name in ("mlp_limit", "experts_limit"):
+            if (limit := getattr(self, name)) is not None and limit <= 0:
+                raise InputError(f"{name}={limit}: must be above 0, or None for no limit")
+
     def _check_indexer(self, indexer: Indexer) -> None:
         if self.mla is None or self.mla.q_lora_rank is None:
             raise InputError(
@@ -525,8 +528,13 @@ class ModelConfig:
                 f"indexer.head_dim={indexer.head_dim}: must be at least"
                 f" mla.qk_rope_head_dim={self.mla.qk_rope_head_dim}, the numbers that are rotated"
             )
-        if self.windowed_layers:
-            raise InputError("indexer: cannot be combined with windowed_layers")
+        if self.windowed_layers or self.linear_layers:
+            raise InputError("indexer: cannot be combined with windowed_layers or linear_layers")
+        if max(indexer.shared_layers, default=0) >= self.num_layers:
+            raise InputError(
+                f"indexer.shared_layers={indexer.shared_layers}: the model has {self.num_layers}"
+                " layers"
+            )
 
     def _check_blocks(self, mlp_layers: tuple[int, ...]) -> None:
         with_attention = {*self.linear_layers, *self.windowed_layers}

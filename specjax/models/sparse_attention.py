@@ -108,7 +108,8 @@ def highest(scores: jax.Array, count: int) -> jax.Array:
         >>> highest(jnp.array([[2.0, 1.0, 3.0, 1.0], [-jnp.inf, 0.0, -jnp.inf, -1.0]]), 3).tolist()
         [[True, True, True, False], [False, True, False, True]]
     """
-    last = jax.lax.top_k(scores, count)[0][..., -1:]
+    # Without the barrier XLA sorts all scores: it takes the slice into its pattern of a top-k.
+    last = jax.lax.optimization_barrier(jax.lax.top_k(scores, count)[0])[..., -1:]
     above, equal = scores > last, (scores == last) & (scores > -jnp.inf)
     room = count - jnp.sum(above, axis=-1, keepdims=True)
     return above | (equal & (jnp.cumsum(equal, axis=-1) <= room))

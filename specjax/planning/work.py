@@ -70,8 +70,9 @@ def attention_work(
     layer's entries reads them again. The keys and values of the T tokens themselves are left out,
     because they are few compared to S. A layer with an indexer (sparse attention) reads its index
     keys and multiplies its own queries with them as well; latents and rotated keys are all read,
-    because what is not selected is masked. A layer with a state reads that instead, or as well,
-    whatever S is, and multiplies each token's key and query with it; for commits see `commit_work`.
+    because what is not selected is masked. The selection itself is left out. A layer with a state
+    reads that instead, or as well, whatever S is, and multiplies each token's key and query with
+    it; for commits see `commit_work`.
 
     Examples:
         >>> from specjax.models.published import published

@@ -18,6 +18,7 @@ from specjax.models.cache import PagedCache
 from specjax.models.config import MLA
 from specjax.models.sparse_attention import highest
 from specjax.models.transformer import Target
+from specjax.training.objectives.windows import read_student
 from tests.conftest import SHAPES, SPARSE, tiny_config, tiny_target
 from tests.models.families import zoo
 
@@ -294,6 +295,10 @@ def test_a_slice_does_not_begin_with_a_layer_that_shares(target) -> None:
         ({"mla": MLA(6, 6, 4, 8)}, "indexer: it reads the latents of queries"),
         ({"indexer": replace(INDEXER, head_dim=3)}, "indexer.head_dim=3: must be at least"),
         ({"sliding_window": 4, "windowed_layers": (1,)}, "indexer: cannot be combined with"),
+        (
+            {"indexer": replace(INDEXER, shared_layers=(1, 9))},
+            "shared_layers=.1, 9.: the model has",
+        ),
     ],
 )
 def test_what_an_indexer_needs_is_checked(changes, message) -> None:
@@ -304,3 +309,18 @@ def test_what_an_indexer_needs_is_checked(changes, message) -> None:
 def test_the_first_layer_cannot_share() -> None:
     with pytest.raises(InputError, match=r"shared_layers=\(0, 1\): give each once"):
         replace(INDEXER, shared_layers=(0, 1))
+
+
+def test_the_highest_scores_are_chosen_without_a_sort() -> None:
+    scores = jnp.zeros((4, 4096))
+    compiled = jax.jit(lambda scores: highest(scores, 64)).lower(scores).compile().as_text()
+    assert " sort(" not in compiled
+    assert "TopK" in compiled
+
+
+@pytest.mark.full
+def test_layers_that_share_a_selection_are_recomputed_together(target) -> None:
+    tokens = jnp.arange(50).reshape(2, 25) % 11
+    batch = {"tokens": tokens, "segments": jnp.zeros_like(tokens)}
+    plain, again = (read_student(target, batch, remat) for remat in (False, True))
+    np.testing.assert_allclose(again, plain, atol=1e-5)

@@ -239,7 +239,8 @@ def read_config(stored: CheckpointFiles) -> MTPConfig:
             " checkpoint with them"
         )
     _check_counts(stored, config)
-    one_layer = replace(layer, num_layers=1)
+    indexer = None if layer.indexer is None else replace(layer.indexer, shared_layers=())
+    one_layer = replace(layer, num_layers=1, indexer=indexer)
     is_plain = one_layer.mla is None and one_layer.moe is None
     return replace(
         config,

@@ -45,7 +45,8 @@ def _indexer_types(fields: Fields) -> tuple[str, list[str]]:
     pattern: str | list[str] | None = fields[_PATTERN]
     if pattern is not None:
         # Text has a letter for each layer, and a list has the kinds themselves.
-        return _PATTERN, [_KINDS.get(kind, kind) for kind in pattern]
+        is_text = isinstance(pattern, str)
+        return _PATTERN, [_KINDS.get(kind, kind) if is_text else kind for kind in pattern]
     every, offset = max(fields["index_topk_freq"], 1), fields["index_skip_topk_offset"]
     ranks = [max(layer - offset + 1, 0) for layer in range(count)]
     return "index_topk_freq", [_SHARED if rank % every else _FULL for rank in ranks]
@@ -57,8 +58,8 @@ def _shared_layers(fields: Fields) -> tuple[int, ...]:
     count = fields["num_hidden_layers"]
     if len(kinds) != count or not set(kinds) <= {_FULL, _SHARED}:
         raise CheckpointError(
-            f"{name}={show(fields[name])}: must be {_FULL!r} or {_SHARED!r} for each of"
-            f" num_hidden_layers={count}"
+            f"{name}={show(fields[name])}: must be {_FULL!r} or {_SHARED!r}, in a text pattern F or"
+            f" S, for each of num_hidden_layers={count}"
         )
     if kinds[0] == _SHARED:
         raise CheckpointError(

@@ -87,8 +87,7 @@ def _derived(fields: Fields) -> dict[str, Any]:
         heads = setting.get("num_attention_heads")
     ropes = _ropes(fields, raw)
     del raw["partial_rotary_factors"]
-    own = own_names(fields, _OWN_NAMES)
-    return raw | ropes | own | {"num_sliding_attention_heads": heads}
+    return raw | ropes | own_names(fields, _OWN_NAMES) | {"num_sliding_attention_heads": heads}
 
 
 def _sparse_layers(stated: Any, count: int) -> Sequence[int]:

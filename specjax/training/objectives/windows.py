@@ -4,6 +4,7 @@ Documents do not attend to each other, and each has the positions that it has al
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -86,21 +87,23 @@ def _number_of_parts(model: Target, rows: int, count: int) -> int:
 def read_student(model: Target, batch: Batch, remat: bool) -> jax.Array:
     """Return the hidden states ``[B, T, H]`` of a whole model that is trained, as `read`.
 
-    With ``remat``, the activations of each layer are recomputed for the gradient.
+    With ``remat``, the activations of each layer are recomputed for the gradient. Layers that share
+    a selection are recomputed together.
     """
     if not remat:
         return read(model, batch)[0].hidden
     tokens, documents = batch["tokens"][:, :-1], batch["segments"][:, :-1]
     place = positions(documents)
 
-    def run_layer(model: Target, x: jax.Array, layer: int) -> jax.Array:
-        return model.run(
-            x, tokens=tokens, positions=place, documents=documents, layers=(layer, layer + 1)
-        )[0]
+    def run_layers(model: Target, x: jax.Array, layers: tuple[int, int]) -> jax.Array:
+        return model.run(x, tokens=tokens, positions=place, documents=documents, layers=layers)[0]
 
-    x = model.embed(tokens)
-    for layer in range(model.config.num_layers):
-        x = jax.checkpoint(run_layer, static_argnums=2)(model, x, layer)
+    x, config = model.embed(tokens), model.config
+    # Layers that share the selection of an indexer are computed with the layer that has it.
+    shared = () if config.indexer is None else config.indexer.shared_layers
+    begins = [layer for layer in range(config.num_layers) if layer not in shared]
+    for layers in pairwise([*begins, config.num_layers]):
+        x = jax.checkpoint(run_layers, static_argnums=2)(model, x, layers)
     return model.norm(x)
 
 

@@ -410,7 +410,11 @@ REFUSALS = [
         {"model_type": "gemma3n"},
         "model_type='gemma3n' is not supported: its residual streams",
     ),
-    ("gpt_oss", {"model_type": "jamba"}, "its layers keep a state of another kind"),
+    (
+        "gpt_oss",
+        {"model_type": "jamba"},
+        "its layers keep a state of a kind that is not implemented",
+    ),
     (
         "glm_moe_dsa",
         {"indexer_types": ["shared", "full", "full", "full"]},
@@ -419,7 +423,7 @@ REFUSALS = [
     (
         "glm_moe_dsa",
         {"indexer_types": None, "index_topk_pattern": "FSX"},
-        "index_topk_pattern='FSX': must be 'full' or 'shared' for each of num_hidden_layers=4",
+        "index_topk_pattern='FSX': must be .* in a text pattern F or S, for each of num_hidden_l",
     ),
     (
         "glm_moe_dsa",
