@@ -134,13 +134,12 @@ class SuffixIndex:
         largest = joined.max(initial=NO_TOKEN)
         if largest > LARGEST_TOKEN:
             raise _beyond(int(largest))
-        tokens = np.full(capacity + 1, NO_TOKEN, np.int32)
-        tokens[: len(joined)] = joined
-        order = sorted_positions(tokens[: len(joined)])
+        tokens = joined.astype(np.int32)
+        order = sorted_positions(tokens)
         order = order[is_token[order]]  # no search begins at the end of a text
-        order = np.pad(order, (0, len(tokens) - len(order)))
-        sizes = np.array([np.sum(is_token)], np.int32)
-        return cls(tokens, order, sizes, np.int32(largest))  # pyright: ignore[reportArgumentType]
+        sizes = np.array([len(order)], np.int32)
+        index = cls(tokens, order, sizes, np.int32(largest))  # pyright: ignore[reportArgumentType]
+        return index.padded(capacity)
 
     @property
     def capacity(self) -> int:
@@ -149,10 +148,10 @@ class SuffixIndex:
 
     def padded(self, capacity: int) -> "SuffixIndex":
         """Return an index `on_host` of a single segment with room for more tokens."""
-        more = (0, capacity + 1 - len(self.tokens))
+        of_tokens, of_order = (capacity + 1 - len(part) for part in (self.tokens, self.order))
         return SuffixIndex(
-            tokens=np.pad(self.tokens, more, constant_values=NO_TOKEN),  # pyright: ignore[reportArgumentType]
-            order=np.pad(self.order, more),  # pyright: ignore[reportArgumentType]
+            tokens=np.pad(self.tokens, (0, of_tokens), constant_values=NO_TOKEN),  # pyright: ignore[reportArgumentType]
+            order=np.pad(self.order, (0, of_order)),  # pyright: ignore[reportArgumentType]
             sizes=self.sizes,
             largest=self.largest,
         )

@@ -97,13 +97,14 @@ def _latent_attention(
         parts += (sparse_attention.index_key(params["indexer"], config, x, rotations),)
     entry = _remembered(parts, cache_dtype)
     pieces: list[Piece] = [*past, (entry, mask)]
+    latents = None
     if "indexer" in params:
         latents = mla.query_latents(params, x)
         selection = sparse_attention.select(
             params["indexer"], config, x, latents, rotations, pieces
         )
     attended = attend(
-        mla.queries(params, config, x, rotations),
+        mla.queries(params, config, x, rotations, latents),
         sparse_attention.selected(pieces, selection),
         scale=mla.scale(config),
         values_part=0,

@@ -30,9 +30,15 @@ def query_latents(params: Params, x: jax.Array) -> jax.Array:
 
 
 def queries(
-    params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    rotations: Rotations,
+    latents: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the queries of hidden states ``x [B, T, H]``.
+
+    ``latents`` are their `query_latents`, if these were computed already.
 
     The first ones, ``[B, T, heads, kv_lora_rank]``, are multiplied with latents; the rotated ones,
     ``[B, T, heads, qk_rope_head_dim]``, with rotated keys.
@@ -41,7 +47,7 @@ def queries(
     if mla.q_lora_rank is None:
         q = linear(params, "q", x)
     else:
-        q = linear(params, "q_b", query_latents(params, x))
+        q = linear(params, "q_b", query_latents(params, x) if latents is None else latents)
     q = q.reshape(*x.shape[:2], config.num_heads, mla.qk_head_dim)
     plain, turned = jnp.split(q, [mla.qk_nope_head_dim], axis=-1)
     to_keys, _ = _up_projections(params, config)

@@ -12,13 +12,10 @@ sort: until it is done, drafts come from the index before.
 
 import itertools
 import logging
-import os
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -31,6 +28,7 @@ from specjax.drafters.methods.suffix import Suffix
 from specjax.drafters.suffix_index import SHORTEST_CONTEXT, SuffixIndex
 from specjax.errors import InputError
 from specjax.serving.pages import Tenant
+from specjax.serving.threads import lower_priority
 
 MOST_TENANTS = 1024
 """The largest number of tenants whose answers are kept."""
@@ -48,7 +46,6 @@ NO_SEGMENT = -1
 """The segment of rows that draft from no earlier answer."""
 
 _LOGGER = logging.getLogger(__name__)
-_LOWER_PRIORITY = 10  # the niceness of the thread
 _Drafters = TypeVar("_Drafters")
 
 
@@ -188,9 +185,7 @@ class EarlierAnswers:
 
     def _run(self) -> None:
         """Sort whatever changes. This is the body of the thread."""
-        if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWER_PRIORITY)
+        lower_priority()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._unsorted)

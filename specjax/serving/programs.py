@@ -7,17 +7,14 @@ compiled here is not compiled again on the engine's thread.
 
 import atexit
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from specjax.progress import waiting
-
-_LOWER_PRIORITY = 10  # the niceness of the thread
+from specjax.serving.threads import lower_priority
 
 
 @dataclass(frozen=True)
@@ -154,9 +151,7 @@ class Programs:
             self._wake.notify_all()
 
     def _run(self, when_ready: Callable[[], None]) -> None:
-        if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWER_PRIORITY)
+        lower_priority()
         try:
             while self._uncompiled and not self._is_stopped:
                 self.compile_next()
