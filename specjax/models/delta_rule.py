@@ -32,7 +32,8 @@ In Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) each row of the table ha
     S' = diag(alpha) S + k u^T        u = beta (v - (diag(alpha) S)^T k)
 
 The equations above hold with a g for each row: ``(g_n / g_a) (k_a . k_n)`` becomes the sum over
-rows of ``(g_n / g_a) k_a k_n``. That is no product of matrices, so a chunk is shorter.
+rows of ``(g_n / g_a) k_a k_n``. That is no product of matrices, so a chunk is shorter, and a large
+tree is computed for a few rows at a time.
 
 Everything is computed in float32. The logarithm of a share g_n / g_a is computed as the sum of the
 logarithms of the alphas between the two. As the difference of two longer sums it would lose digits:
@@ -59,6 +60,9 @@ CHUNK_OF_ROWS = 16
 
 The shares that remain are an array for each row then, with the square of this number.
 """
+
+ROWS_AT_ONCE = 8
+"""The rows whose shares are computed at a time, for trees that are larger than such a chunk."""
 
 _FORGOTTEN = -1e9
 """The logarithm of a share of nothing: its exponential is 0."""
@@ -298,38 +302,79 @@ def _read_tree_by_rows(
     assert beta is not None
     count = q.shape[2]
     visible = jnp.eye(count, dtype=bool)[None] if mask is None else mask
-    shares, log_g = _shares_of_rows(log_alpha, visible)
     both = jnp.concatenate([k, q], axis=2)
-
-    def similar(keys: jax.Array, shares: jax.Array) -> jax.Array:  # [B, h, 2 T, n]
-        return jnp.sum(
-            both[:, :, :, None]
-            * keys[:, :, None]
-            * jnp.moveaxis(jnp.concatenate([shares, shares], axis=3), 2, 4),
-            axis=-1,
-        )
-
+    log_after = jnp.zeros((*q.shape[:2], q.shape[3], count), jnp.float32)
+    similar, log_g = _similar_by_rows(both, k, log_alpha, visible, log_after)
     sums = 0.0
     if before is not None:
         node, drafted = before
-        drafted_shares, log_g = _shares_of_rows(node.log_alpha, drafted, log_g)
-        sums = _product("bhti,bhiv->bhtv", similar(node.k, drafted_shares), node.u)
+        to_drafted, log_g = _similar_by_rows(both, node.k, node.log_alpha, drafted, log_g)
+        sums = _product("bhti,bhiv->bhtv", to_drafted, node.u)
     remaining = jnp.swapaxes(jnp.exp(log_g), 2, 3)
     both_of_state = both * jnp.concatenate([remaining, remaining], axis=2)
     sums = sums + _product("bhtk,bhkv->bhtv", both_of_state, state)
     predicted, y = jnp.split(sums, 2, axis=2)
-    between_keys, to_queries = jnp.split(similar(k, shares), 2, axis=2)
+    between_keys, to_queries = jnp.split(similar, 2, axis=2)
     right = beta[..., None] * (v - predicted)
     u = _solve((between_keys * beta[..., None])[:, :, None], right[:, :, None])[:, :, 0]
     y = y + _product("bhti,bhiv->bhtv", to_queries, u)
     return y, Node(k, u, log_alpha)
 
 
+def _similar_by_rows(
+    vectors: Float[Array, "B h 2T dk"],
+    keys: Float[Array, "B h n dk"],
+    log_alpha: Float[Array, "B h n dk"],
+    visible: Bool[Array, "b T n"],
+    log_after: Float[Array, "B h dk T"],
+) -> tuple[Float[Array, "B h 2T n"], Float[Array, "B h dk T"]]:
+    """Return the products of vectors and keys, weighed in each row with the share that remains.
+
+    The shares of all rows would be an array of ``[dk, T, n]`` for each head: for a tree of 64 nodes
+    and 128 rows half a million numbers. So only `ROWS_AT_ONCE` rows are computed at a time.
+
+    Args:
+        vectors: the keys of T tokens, then their queries.
+        keys: the keys of n tokens.
+        log_alpha: the logarithms of their alphas.
+        visible: as for `_shares`.
+        log_after: as for `_shares`.
+
+    Returns:
+        The products, and the logarithms of the shares that `_shares` returns.
+    """
+    batch, heads, count, width = keys.shape
+    queries = visible.shape[1]
+
+    def by_row(x: jax.Array) -> jax.Array:  # [B, h, n, dk] -> [B, h, dk, n]
+        return jnp.swapaxes(x, 2, 3)
+
+    rows = (by_row(vectors), by_row(keys), by_row(log_alpha), log_after)
+
+    def add(sums: jax.Array, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        vectors, keys, log_alpha, log_after = rows
+        shares, log_g = _shares(log_alpha, visible, log_after)
+        weighed = keys[:, :, :, None] * shares
+        paired = vectors.reshape(*vectors.shape[:3], 2, queries)
+        return sums + jnp.sum(paired[..., None] * weighed[:, :, :, None], axis=2), log_g
+
+    none = jnp.zeros((batch, heads, 2, queries, count), jnp.float32)
+    if width <= ROWS_AT_ONCE or width % ROWS_AT_ONCE or queries * count <= CHUNK_OF_ROWS**2:
+        similar, log_g = add(none, rows)
+    else:
+        split = [
+            jnp.moveaxis(x.reshape(batch, heads, -1, ROWS_AT_ONCE, x.shape[3]), 2, 0) for x in rows
+        ]
+        similar, parts = jax.lax.scan(add, none, tuple(split))
+        log_g = jnp.moveaxis(parts, 0, 2).reshape(batch, heads, width, queries)
+    return similar.reshape(batch, heads, -1, count), log_g
+
+
 def _shares_of_rows(
-    log_alpha: Float[Array, "B h n dk"], visible: Bool[Array, "b T n"], log_after: ArrayLike = 0.0
+    log_alpha: Float[Array, "B h n dk"], visible: Bool[Array, "b T n"]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the shares ``[B, h, dk, T, n]`` and the logarithms ``[B, h, dk, T]`` of `_shares`."""
-    return _shares(jnp.swapaxes(log_alpha, 2, 3), visible, log_after)
+    return _shares(jnp.swapaxes(log_alpha, 2, 3), visible)
 
 
 def _joined(x: jax.Array) -> jax.Array:

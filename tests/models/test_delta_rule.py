@@ -1,5 +1,7 @@
 """The gated delta rule: chunks and trees against one token after the other, in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from specjax.models.delta_rule import (
     CHUNK,
+    ROWS_AT_ONCE,
     DeltaRuleInputs,
     Node,
     read_chain,
@@ -103,7 +106,8 @@ def by_token(state: np.ndarray, tokens: DeltaRuleInputs) -> tuple[np.ndarray, np
     return np.stack(outputs, 2), np.stack(states, 2)
 
 
-def part(tokens: DeltaRuleInputs, start: int, stop: int) -> DeltaRuleInputs:
+def part(tokens: Any, start: int, stop: int) -> Any:
+    """Return tokens ``start`` to ``stop`` of inputs or entries."""
     return jax.tree.map(lambda x: x[:, :, start:stop], tokens)
 
 
@@ -159,6 +163,49 @@ def test_a_tree_in_one_pass_is_as_each_of_its_paths(count) -> None:
             path = Node(*(x[one_row][:, :, padded] for x in map(np.asarray, node.parts)))
             result = WRITE(state[one_row], path, np.array([len(paths[index])]))
             assert near(result, states[:, :, index])
+
+
+def drawn_by_rows(
+    rng: np.random.Generator, count: int, dk: int
+) -> tuple[np.ndarray, DeltaRuleInputs]:
+    """Return the same as `drawn`, for a table whose rows decay by themselves."""
+    state, tokens = drawn(rng, 2, count, dk)
+    heads = slice(0, HEADS)
+    rates = np.geomspace(1e-3, 10.0, dk)
+    log_alpha = (-rates * rng.exponential(size=(2, HEADS, count, dk))).astype(np.float32)
+    of_heads = (tokens.v[:, heads], tokens.beta[:, heads], log_alpha)
+    return state[:, heads], DeltaRuleInputs(tokens.q, tokens.k, *of_heads)
+
+
+@pytest.mark.parametrize("dk", [ROWS_AT_ONCE + 3, 3 * ROWS_AT_ONCE])
+def test_a_tree_of_rows_that_decay_by_themselves_is_as_each_of_its_paths(dk) -> None:
+    """The second width is read in parts of the rows; also below tokens that were drafted before."""
+    rng = np.random.default_rng(dk)
+    count, drafted = 40, 20
+    state, tokens = drawn_by_rows(rng, count, dk)
+    paths = paths_of(random_tree(rng, count))
+    mask = mask_of(paths)
+    expected, _ = by_paths(state, tokens, paths)
+    y, node = READ(state, tokens, mask[None])
+    assert near(y, expected)
+    before = part(node, 0, drafted)
+    y, _ = READ(
+        state,
+        part(tokens, drafted, count),
+        mask[None, drafted:, drafted:],
+        (before, mask[None, drafted:, :drafted]),
+    )
+    assert near(y, expected[:, :, drafted:])
+
+
+def test_a_tree_of_such_rows_holds_no_array_of_all_their_shares() -> None:
+    """All temporary arrays together take less than half of one number a row and pair of nodes."""
+    dk, count = 128, 64
+    _, tokens = drawn_by_rows(np.random.default_rng(0), count, dk)
+    state = np.zeros((2, HEADS, dk, DV), np.float32)
+    compiled = READ.lower(state, tokens, np.ones((1, count, count), bool)).compile()
+    all_shares = 4 * 2 * HEADS * dk * count * count
+    assert compiled.memory_analysis().temp_size_in_bytes < all_shares / 2
 
 
 def ancestors(paths: list[list[int]]) -> np.ndarray:
