@@ -61,7 +61,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": QWEN3_5_MOE,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v32": DEEPSEEK_V32,
-    "kimi_k2": DEEPSEEK_V3,
+    "kimi_k2": replace(DEEPSEEK_V3, title=KIMI_K25.title, models=""),
     "kimi_k25": KIMI_K25,
     "mimo": MIMO,
     "gemma2": GEMMA2,

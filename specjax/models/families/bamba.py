@@ -43,6 +43,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 BAMBA = Family(
+    title="Bamba",
+    models="Bamba-9B: a hybrid with Mamba-2",
     model_type="bamba",
     architecture="BambaForCausalLM",
     defaults={

@@ -131,6 +131,9 @@ class Family:
     `specjax.models.families.FAMILIES`.
 
     Attributes:
+        title: the name under which the guide's table of models lists it. Families with one title
+            share a row.
+        models: what that table says of the published models; empty where another family says it.
         model_type: the ``model_type`` of its `ModelConfig`. It is another family's if a model is
             one of that family with further modules.
         architecture: the transformers class that its config.json names.
@@ -181,6 +184,8 @@ class Family:
             layers after the last one.
     """
 
+    title: str
+    models: str
     model_type: str
     architecture: str
     defaults: Mapping[str, Any]

@@ -32,6 +32,11 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 DEEPSEEK_V3 = Family(
+    title="DeepSeek-V3",
+    models=(
+        "DeepSeek-V3 and R1, with latent attention, experts, and a module for "
+        "multi-token prediction"
+    ),
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     defaults={"max_position_embeddings": 4096},
@@ -44,6 +49,8 @@ DEEPSEEK_V3 = Family(
 
 KIMI_K25 = replace(
     DEEPSEEK_V3,
+    title="Kimi K2",
+    models="Kimi K2, and the text model of K2.5: the architecture of DeepSeek-V3",
     defaults={**DEEPSEEK_V3.defaults, "tie_word_embeddings": True},
     nested="text_config",
     prefixes=("model.language_model.", "language_model.model."),

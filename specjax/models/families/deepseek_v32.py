@@ -12,6 +12,8 @@ def _parse(fields: Fields) -> dict[str, Any]:
 
 
 DEEPSEEK_V32 = Family(
+    title="DeepSeek-V3.2",
+    models="DeepSeek-V3.2: an indexer selects the keys that a query attends to",
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
     defaults=indexed.defaults(

@@ -8,6 +8,8 @@ from specjax.models.families.base import Family
 from specjax.models.fields import Fields, JsonObject, always, flag, number, whole
 
 ERNIE4_5 = Family(
+    title="ERNIE 4.5",
+    models="0.3B, 21B-A3B, 300B-A47B",
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     defaults={
@@ -65,6 +67,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
+    title="ERNIE 4.5",
+    models="",
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
     defaults={

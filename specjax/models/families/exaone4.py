@@ -33,6 +33,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 EXAONE4 = Family(
+    title="EXAONE 4",
+    models="EXAONE-4.0-1.2B and 32B",
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
     defaults={

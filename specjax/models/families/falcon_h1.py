@@ -91,6 +91,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 FALCON_H1 = Family(
+    title="Falcon-H1",
+    models="0.5B to 34B: attention and Mamba-2 side by side in every layer",
     model_type="falcon_h1",
     architecture="FalconH1ForCausalLM",
     defaults={

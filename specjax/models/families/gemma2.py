@@ -4,6 +4,8 @@ from specjax.models.families import gemma
 from specjax.models.families.base import Family
 
 GEMMA2 = Family(
+    title="Gemma 2",
+    models="2B, 9B, 27B",
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     defaults=gemma.DEFAULTS

@@ -35,6 +35,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 GEMMA3_TEXT = Family(
+    title="Gemma 3",
+    models="",
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     defaults=gemma.DEFAULTS
@@ -52,6 +54,8 @@ GEMMA3_TEXT = Family(
 
 GEMMA3 = replace(
     GEMMA3_TEXT,
+    title="Gemma 3",
+    models="1B to 27B; the text model of multimodal ones",
     nested="text_config",
     prefixes=("model.language_model.", "language_model.model.", "language_model."),
 )

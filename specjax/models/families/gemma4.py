@@ -175,6 +175,8 @@ def _left_over(config: ModelConfig) -> tuple[str, ...]:
 
 
 GEMMA4_TEXT = Family(
+    title="Gemma 4",
+    models="",
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
     defaults={
@@ -216,5 +218,11 @@ GEMMA4_TEXT = Family(
     left_over=_left_over,
 )
 
-GEMMA4 = replace(GEMMA4_TEXT, nested="text_config", prefixes=("model.language_model.",))
+GEMMA4 = replace(
+    GEMMA4_TEXT,
+    title="Gemma 4",
+    models="E2B, E4B, 12B, 26B-A4B, 31B; the text model of each",
+    nested="text_config",
+    prefixes=("model.language_model.",),
+)
 """The text model inside a multimodal model, whose other towers are not read."""

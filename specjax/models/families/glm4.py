@@ -19,6 +19,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 GLM4 = Family(
+    title="GLM-4",
+    models="GLM-4-9B-0414, GLM-4-32B-0414",
     model_type="glm4",
     architecture="Glm4ForCausalLM",
     defaults={

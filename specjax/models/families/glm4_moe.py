@@ -23,6 +23,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 GLM4_MOE = Family(
+    title="GLM-4.5, 4.6, 4.7",
+    models="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7-Flash",
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     defaults={

@@ -34,6 +34,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 GLM4_MOE_LITE = Family(
+    title="GLM-4.5, 4.6, 4.7",
+    models="",
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     defaults={

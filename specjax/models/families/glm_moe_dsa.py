@@ -82,6 +82,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 GLM_MOE_DSA = Family(
+    title="GLM-5",
+    models=("GLM-5, 5.1 and 5.2: the indexer of DeepSeek-V3.2, which layers of GLM-5.2 share"),
     model_type="glm_moe_dsa",
     architecture="GlmMoeDsaForCausalLM",
     defaults=indexed.defaults(

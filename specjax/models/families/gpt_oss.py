@@ -48,6 +48,8 @@ _ROPE = {
 }
 
 GPT_OSS = Family(
+    title="gpt-oss",
+    models="20B and 120B, also in MXFP4",
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     defaults={

@@ -7,6 +7,8 @@ from specjax.models.families import factors
 from specjax.models.families.base import Family
 
 GRANITE = Family(
+    title="Granite",
+    models="Granite 3 and 4, dense",
     model_type="granite",
     architecture="GraniteForCausalLM",
     defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},

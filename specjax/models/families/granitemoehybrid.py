@@ -89,6 +89,8 @@ def _gate_and_up(name: str, of: str) -> Fused:
 
 
 GRANITEMOEHYBRID = Family(
+    title="Granite 4 H",
+    models="Granite 4.0 H Micro, Tiny and Small: hybrids with Mamba-2",
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     defaults={

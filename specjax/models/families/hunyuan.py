@@ -40,6 +40,8 @@ def _parse(fields: Fields) -> dict[str, Any]:
 
 
 HUNYUAN_V1_DENSE = Family(
+    title="Hunyuan",
+    models="0.5B to 7B, A13B",
     model_type="hunyuan_v1_dense",
     architecture="HunYuanDenseV1ForCausalLM",
     defaults={
@@ -114,6 +116,8 @@ def _format_sparse(config: ModelConfig) -> JsonObject:
 
 HUNYUAN_V1_MOE = replace(
     HUNYUAN_V1_DENSE,
+    title="Hunyuan",
+    models="",
     model_type="hunyuan_v1_moe",
     architecture="HunYuanMoEV1ForCausalLM",
     defaults={**HUNYUAN_V1_DENSE.defaults, "num_experts": 1},

@@ -142,6 +142,11 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 KIMI_LINEAR = Family(
+    title="Kimi Linear",
+    models=(
+        "48B-A3B: Kimi Delta Attention, latent attention without positions in some "
+        "layers, and experts"
+    ),
     model_type="kimi_linear",
     architecture="KimiLinearForCausalLM",
     defaults={

@@ -57,6 +57,11 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 LFM2 = Family(
+    title="LFM2",
+    models=(
+        "LFM2 and LFM2.5, 350M to 2.6B, 8B-A1B and 24B-A2B: short convolutions, and "
+        "attention in some layers"
+    ),
     model_type="lfm2",
     architecture="Lfm2ForCausalLM",
     defaults={**convolutions.DEFAULTS, "hidden_size": 2560, "intermediate_size": 12_288},

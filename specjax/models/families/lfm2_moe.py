@@ -57,6 +57,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 LFM2_MOE = Family(
+    title="LFM2",
+    models="",
     model_type="lfm2_moe",
     architecture="Lfm2MoeForCausalLM",
     defaults={

@@ -128,6 +128,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 LLAMA4_TEXT = Family(
+    title="Llama 4",
+    models="",
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
     defaults={
@@ -167,6 +169,8 @@ LLAMA4_TEXT = Family(
 
 LLAMA4 = replace(
     LLAMA4_TEXT,
+    title="Llama 4",
+    models="Scout and Maverick: the text model of each",
     nested="text_config",
     prefixes=("language_model.model.", "model.language_model."),
 )

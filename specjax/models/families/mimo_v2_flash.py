@@ -125,6 +125,8 @@ def kinds_of(count: int) -> list[str]:
 
 
 MIMO_V2_FLASH = Family(
+    title="MiMo-V2",
+    models=("MiMo-V2-Flash: values smaller than keys, and sinks in layers with windows"),
     model_type="mimo_v2_flash",
     architecture="MiMoV2FlashForCausalLM",
     defaults={

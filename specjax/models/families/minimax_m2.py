@@ -51,6 +51,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 MINIMAX_M2 = Family(
+    title="MiniMax-M2",
+    models="MiniMax-M2 to M2.7",
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     defaults={

@@ -43,6 +43,11 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 MINISTRAL3 = Family(
+    title="Ministral 3",
+    models=(
+        "3B, 8B, 14B and Devstral 2; the text model of multimodal ones, also of Mistral "
+        "Small 3.1 and 3.2, whose text model is a Mistral"
+    ),
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
     defaults={

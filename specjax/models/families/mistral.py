@@ -5,6 +5,8 @@ from dataclasses import replace
 from specjax.models.families.base import Family
 
 MISTRAL = Family(
+    title="Mistral",
+    models="Mistral 7B, with or without its sliding window",
     model_type="mistral",
     architecture="MistralForCausalLM",
     defaults={"max_position_embeddings": 131_072, "sliding_window": 4096},

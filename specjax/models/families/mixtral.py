@@ -12,6 +12,8 @@ def _parse(fields: Fields) -> dict[str, Any]:
 
 
 MIXTRAL = Family(
+    title="Mixtral",
+    models="Mixtral 8x7B and 8x22B",
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     defaults={

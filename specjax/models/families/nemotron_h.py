@@ -129,6 +129,11 @@ def _kind(config: ModelConfig, layer: int) -> str:
 
 
 NEMOTRON_H = Family(
+    title="Nemotron-H, Nemotron 3",
+    models=(
+        "Nemotron-H-8B to 56B, Nemotron 3 Nano, Super and Ultra: hybrids with Mamba-2, "
+        "also with experts"
+    ),
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     defaults={

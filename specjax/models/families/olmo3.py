@@ -41,6 +41,8 @@ def _check_one_theta(fields: Fields) -> None:
 
 
 OLMO3 = Family(
+    title="OLMo 3",
+    models="7B and 32B",
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     defaults={"max_position_embeddings": 2048, "sliding_window": 4096, "rms_norm_eps": 1e-5},

@@ -94,6 +94,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 OLMO_HYBRID = Family(
+    title="OLMo Hybrid",
+    models="7B: Gated DeltaNet in three layers of four",
     model_type="olmo_hybrid",
     architecture="OlmoHybridForCausalLM",
     defaults={

@@ -34,6 +34,11 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 PHI3 = Family(
+    title="Phi-3, Phi-4",
+    models=(
+        "Phi-4, Phi-3 with 4K; not with LongRoPE, whose factors depend on the length of "
+        "the whole text"
+    ),
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     defaults={

@@ -5,6 +5,8 @@ from dataclasses import replace
 from specjax.models.families.base import Family
 
 QWEN2 = Family(
+    title="Qwen2",
+    models="Qwen2, Qwen2.5",
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     defaults={"max_position_embeddings": 32_768, "sliding_window": 4096},
@@ -16,5 +18,10 @@ QWEN2 = Family(
 MIMO_MODULES = "model.mtp_layers."
 """The prefix of the names of MiMo's MTP modules."""
 
-MIMO = replace(QWEN2, left_over=lambda _: (f"{MIMO_MODULES}*",))
+MIMO = replace(
+    QWEN2,
+    title="MiMo",
+    models="MiMo-7B; its modules for multi-token prediction are a drafter",
+    left_over=lambda _: (f"{MIMO_MODULES}*",),
+)
 """Qwen2 with MTP modules."""

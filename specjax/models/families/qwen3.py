@@ -6,6 +6,8 @@ from specjax.models.families.base import Family
 from specjax.models.fields import text
 
 QWEN3 = Family(
+    title="Qwen3",
+    models="Qwen3, 0.6B to 32B",
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     defaults={"max_position_embeddings": 32_768, "sliding_window": 4096, "head_dim": 128},
@@ -17,6 +19,8 @@ QWEN3 = Family(
 
 QWEN3_VL = replace(
     QWEN3,
+    title="Qwen3-VL",
+    models="2B to 32B, 30B-A3B, 235B-A22B: the text model of each",
     defaults={"max_position_embeddings": 128_000, "num_key_value_heads": 32, "head_dim": 128},
     windows="none",
     window_switch=None,

@@ -27,6 +27,8 @@ def _format_sparse(config: ModelConfig) -> JsonObject:
 
 
 QWEN3_5_TEXT = Family(
+    title="Qwen3.5, Qwen3.6",
+    models="",
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     defaults={
@@ -52,11 +54,19 @@ QWEN3_5_TEXT = Family(
     ),
 )
 
-QWEN3_5 = replace(QWEN3_5_TEXT, nested="text_config", prefixes=(_NESTED,))
+QWEN3_5 = replace(
+    QWEN3_5_TEXT,
+    title="Qwen3.5, Qwen3.6",
+    models="4B, 9B, 27B, 35B-A3B: hybrids; the text model of multimodal ones",
+    nested="text_config",
+    prefixes=(_NESTED,),
+)
 """The text model inside a model with a vision tower, which is not read."""
 
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
+    title="Qwen3.5, Qwen3.6",
+    models="",
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     defaults={
@@ -76,4 +86,6 @@ QWEN3_5_MOE_TEXT = replace(
     fused_where_stored=experts.FUSED,
 )
 
-QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, nested="text_config", prefixes=(_NESTED,))
+QWEN3_5_MOE = replace(
+    QWEN3_5_MOE_TEXT, title="Qwen3.5, Qwen3.6", models="", nested="text_config", prefixes=(_NESTED,)
+)

@@ -39,6 +39,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 QWEN3_MOE = Family(
+    title="Qwen3-MoE",
+    models="Qwen3-30B-A3B",
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     defaults={"max_position_embeddings": 32_768, "sliding_window": 4096},
@@ -59,6 +61,8 @@ def _parse_seeing(fields: Fields) -> dict[str, Any]:
 
 QWEN3_VL_MOE = replace(
     QWEN3_MOE,
+    title="Qwen3-VL",
+    models="",
     defaults={
         "max_position_embeddings": 128_000,
         "num_key_value_heads": 16,

@@ -24,6 +24,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 QWEN3_NEXT = Family(
+    title="Qwen3-Next",
+    models="Qwen3-Next-80B-A3B: a hybrid, with experts",
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     defaults={

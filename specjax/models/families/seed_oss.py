@@ -4,6 +4,8 @@ from specjax.models.families.base import Family
 from specjax.models.fields import flag
 
 SEED_OSS = Family(
+    title="Seed-OSS",
+    models="Seed-OSS-36B",
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
     defaults={

@@ -51,6 +51,8 @@ def _format(config: ModelConfig) -> JsonObject:
 
 
 SMOLLM3 = Family(
+    title="SmolLM3",
+    models="SmolLM3-3B",
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     defaults={

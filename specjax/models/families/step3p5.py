@@ -255,6 +255,10 @@ def _short_file(raw: Fields) -> Fields | None:
 
 
 STEP3P5 = Family(
+    title="Step-3.5, Step-3.7",
+    models=(
+        "Step-3.7-Flash: the text model; gates of heads, and limits of gated units in some layers"
+    ),
     model_type="step3p5",
     architecture="Step3p7TextModel",
     defaults={
@@ -299,6 +303,8 @@ STEP3P5 = Family(
 
 STEP3P7 = replace(
     STEP3P5,
+    title="Step-3.5, Step-3.7",
+    models="",
     nested="text_config",
     short_file=_short_file,
     prefixes=("model.", "model.language_model."),

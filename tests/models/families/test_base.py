@@ -3,13 +3,13 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from docs.model_table import GUIDE, HEADER, with_table
 from specjax.models import config_json
 from specjax.models.families import FAMILIES, REFUSED
 from specjax.models.families.llama import LLAMA
@@ -77,12 +77,16 @@ def test_each_line_of_the_table_is_the_family_of_that_model_type() -> None:
     assert not FAMILIES.keys() & REFUSED.keys()
 
 
-def test_the_guide_lists_every_model_type_once() -> None:
-    guide = (Path(__file__).parents[3] / "docs/guides/checkpoints.md").read_text()
-    table = guide.partition("| family | `model_type` | examples |\n|---|---|---|\n")[2]
-    rows = table.partition("\n\n")[0].splitlines()
-    listed = [name for row in rows for name in re.findall("`([a-z0-9_]+)`", row.split("|")[2])]
+def test_the_table_of_the_guide_is_that_of_the_families() -> None:
+    """The command ``python -m docs.model_table`` writes it."""
+    guide = GUIDE.read_text()
+    assert with_table(guide) == guide
+    table = guide.partition(HEADER)[2].partition("\n\n")[0]
+    listed = [
+        name for row in table.splitlines() for name in re.findall("`(\\w+)`", row.split("|")[2])
+    ]
     assert sorted(listed) == sorted(FAMILIES)
+    assert all(row.split("|")[3].strip() for row in table.splitlines())
 
 
 SPARSE = {
