@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from specjax.errors import InputError
+from specjax.models import config_json
 from specjax.models.config import MLA, Indexer, Layer, LinearAttention, ModelConfig, MoE, Rope
 from specjax.models.families import FAMILIES, mimo_v2_flash
 from specjax.models.families.ropes import FULL, NO_POSITIONS, WINDOWED
@@ -40,6 +41,11 @@ def _sized(
 def _family(model_type: str, **fields: Any) -> partial[ModelConfig]:
     """Return a factory of configurations of a model type, with the family's switches."""
     return partial(ModelConfig, model_type=model_type, **FAMILIES[model_type].switches, **fields)
+
+
+def _by_fields(model_type: str, **fields: Any) -> ModelConfig:
+    """Return the configuration that a config.json with these fields has."""
+    return config_json.parse_config({"model_type": model_type, **fields})
 
 
 _llama3_rope = partial(
@@ -507,6 +513,58 @@ PUBLISHED: dict[str, ModelConfig] = {
     "mimo-v2-flash": _first_whole(
         _sized(_MIMO_V2_FLASH, 4096, 16384, 48, 64, 8, 192), _MIMO_V2_FULL
     ),
+    # By the fields of their files, where these differ from the defaults of transformers.
+    "glm-4.5-air": _by_fields(
+        "glm4_moe",
+        vocab_size=151552,
+        hidden_size=4096,
+        intermediate_size=10944,
+        num_hidden_layers=46,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        attention_bias=True,
+        partial_rotary_factor=0.5,
+        rope_theta=1e6,
+        n_routed_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1408,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.0,
+    ),
+    "nemotron-3-nano-30b-a3b": _by_fields(
+        "nemotron_h",
+        vocab_size=131072,
+        hidden_size=2688,
+        intermediate_size=1856,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        num_hidden_layers=52,
+        num_attention_heads=32,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=262144,
+        mamba_num_heads=64,
+        mamba_head_dim=64,
+        ssm_state_size=128,
+        n_groups=8,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
+    ),
+    "lfm2-1.2b": _by_fields(
+        "lfm2",
+        vocab_size=65536,
+        hidden_size=2048,
+        block_ff_dim=12288,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        full_attn_idxs=[2, 5, 8, 10, 12, 14],
+    ),
+    "kimi-linear-48b-a3b": _by_fields("kimi_linear"),
 }
 """The configurations by lower-case name."""
 

@@ -199,7 +199,7 @@ def test_a_tree_of_rows_that_decay_by_themselves_is_as_each_of_its_paths(dk) -> 
 
 
 def test_a_tree_of_such_rows_holds_no_array_of_all_their_shares() -> None:
-    """All temporary arrays together take less than half of one number a row and pair of nodes."""
+    """Compare with one number for each row of a table and pair of nodes."""
     dk, count = 128, 64
     _, tokens = drawn_by_rows(np.random.default_rng(0), count, dk)
     state = np.zeros((2, HEADS, dk, DV), np.float32)

@@ -63,6 +63,10 @@ COUNTS = {
     "mixtral-8x7b": 46_702_792_704,
     "minimax-m2.5": 228_689_764_864,
     "mimo-v2-flash": 308_778_780_864,
+    "glm-4.5-air": 106_852_251_264,  # without the module that predicts further tokens
+    "nemotron-3-nano-30b-a3b": 31_577_940_288,
+    "lfm2-1.2b": 1_170_340_608,
+    "kimi-linear-48b-a3b": 49_133_081_120,
 }
 
 
@@ -82,6 +86,9 @@ TOTALS = {
     "qwen3.5-9b": (9.65, 0.7),
     "qwen3.5-27b": (27.8, 0.9),
     "qwen3.5-35b-a3b": (36.0, 1.3),
+    "glm-4.5-air": (106.0, 0.0),
+    "nemotron-3-nano-30b-a3b": (31.6, 0.0),
+    "lfm2-1.2b": (1.17, 0.0),
 }
 
 
