@@ -92,6 +92,8 @@ class RecipesConfig:
         layers: the number of the target's layers that are compiled; 0 for all.
         minutes: no cell is begun after so many minutes.
         limit: a cell is given up after so many minutes.
+        effort: how hard the compiler of TPUs works for the program's speed, from -1 to 1. With -1 a
+            cell takes minutes, and with 0, its default, more than ten.
         only: only cells whose name contains one of these texts, such as "dflash_qwen3_8b on v5e-8".
         share: the share of the chips' peak arithmetic that the hours assume.
         table: print the table of the records, and compile nothing.
@@ -101,6 +103,7 @@ class RecipesConfig:
     layers: int = 8
     minutes: float = 60.0
     limit: float = 20.0
+    effort: float = -1.0
     only: tuple[str, ...] = ()
     share: float = 0.4
     table: bool = False
@@ -137,10 +140,13 @@ def mesh_of(target: str, chips: Chips) -> tuple[int, int]:
     return chips.large_mesh if whole > find_chip(chips.chip).memory / 3 else chips.mesh
 
 
-def compile_cell(recipe: str, target: str, chips: Chips, layers: int, limit: float) -> Any:
+def compile_cell(recipe: str, target: str, chips: Chips, config: RecipesConfig) -> Any:
     """Return the record of a cell: what the compiler says, in a process of its own."""
     whole = published(target)
-    part = cut(whole, layers)
+    part = cut(whole, config.layers)
+    variables = {"JAX_PLATFORMS": "cpu"}
+    if chips.chip.startswith("tpu"):
+        variables["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = str(config.effort)
     mesh = mesh_of(target, chips)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(
@@ -154,14 +160,14 @@ def compile_cell(recipe: str, target: str, chips: Chips, layers: int, limit: flo
         try:
             ended = subprocess.run(
                 command,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                env={**os.environ, **variables},
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=60 * limit,
+                timeout=60 * config.limit,
             )
         except subprocess.TimeoutExpired:
-            return {"refused": f"not compiled within {limit:.0f} minutes"}
+            return {"refused": f"not compiled within {config.limit:.0f} minutes"}
     if ended.returncode:
         return {"refused": ended.stderr.strip().splitlines()[-1][-300:]}
     report = json.loads(ended.stdout)
@@ -291,7 +297,7 @@ def main(config: RecipesConfig) -> None:
         if time.monotonic() - started > 60 * config.minutes:
             break
         print(f"{number} of {len(all_cells)}: {name}", file=sys.stderr, flush=True)
-        records[name] = compile_cell(recipe, target, chips, config.layers, config.limit)
+        records[name] = compile_cell(recipe, target, chips, config)
         write_text(output, json.dumps(records, indent=1) + "\n")
     print(table(records, config.share))
 

@@ -1,0 +1,174 @@
+"""Times of decode calls while the host sorts a tenant's earlier answers, and while it does not.
+
+    python -m benchmarks.sorting_beside_calls
+
+An engine decodes with a text in every row. Periods in which a thread of low priority sorts the
+answers of another tenant without a pause alternate with periods in which it has nothing to do. The
+time of a call is the time from its beginning to that of the next.
+"""
+
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.suffix_index import make_text
+from specjax import pipeline
+from specjax.errors import InputError
+from specjax.serving import Engine
+from specjax.serving.device import EngineDevice
+from specjax.serving.earlier_answers import EarlierAnswers
+from specjax.serving.pages import Tenant
+
+
+@dataclass(frozen=True)
+class SortingConfig:
+    """Measure the times of calls.
+
+    Attributes:
+        target: directory or hub id, or "embedded".
+        tokens: number of tokens that are sorted.
+        rows: number of rows, all in use.
+        new_tokens: tokens of each text.
+        steps: steps of a call.
+        periods: number of periods of each kind; they alternate.
+        seed: random seed of the sorted tokens.
+    """
+
+    target: str = "embedded"
+    tokens: int = 1_000_000
+    rows: int = 8
+    new_tokens: int = 800
+    steps: int = 1
+    periods: int = 5
+    seed: int = 0
+
+
+class TimedDevice:
+    """The device of an engine, which notes when each decode call begins.
+
+    Attributes:
+        begun: the times of the calls, in seconds.
+    """
+
+    def __init__(self, device: EngineDevice) -> None:
+        """Note the calls of ``device``."""
+        self._device = device
+        self.begun: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def decode(self, *arguments: Any) -> Any:
+        """Note the time, and decode."""
+        self.begun.append(time.perf_counter())
+        return self._device.decode(*arguments)
+
+
+class Sorting:
+    """A thread that lets the answers of a tenant be sorted again and again.
+
+    Attributes:
+        count: the number of sorts.
+    """
+
+    def __init__(self, answers: EarlierAnswers, text: np.ndarray) -> None:
+        """Sort ``text``."""
+        self._answers, self._text = answers, text.tolist()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.count = 0
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            self._answers.add(Tenant("sorted", ""), self._text)
+            self._answers.wait()
+            self.count += 1
+
+    def __enter__(self) -> "Sorting":
+        """Start."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop after the sort that goes on."""
+        self._is_over.set()
+        self._thread.join()
+
+
+def run_period(engine: Engine, device: TimedDevice, config: SortingConfig) -> np.ndarray:
+    """Return the milliseconds of the calls of texts that begin together."""
+    device.begun.clear()
+    handles = [
+        engine.submit(
+            f"Once upon a time number {seed}",
+            max_new_tokens=config.new_tokens,
+            temperature=0.7,
+            seed=seed,
+            eos_token_ids=(),
+        )
+        for seed in range(config.rows)
+    ]
+    for handle in handles:
+        handle.result()
+    return 1e3 * np.diff(device.begun)
+
+
+def measure(config: SortingConfig) -> tuple[dict[str, list[np.ndarray]], int]:
+    """Return the milliseconds of calls, by kind and period, and the number of sorts."""
+    rng = np.random.default_rng(config.seed)
+    generator = pipeline.load(config.target, "suffix", generation_config=None)
+    text = make_text(rng, config.tokens - 1, generator.target.config.vocab_size)
+    times: dict[str, list[np.ndarray]] = {"without": [], "while sorting": []}
+    sorts = 0
+    with Engine(
+        generator,
+        rows=config.rows,
+        widths=(config.rows,),
+        steps=config.steps,
+        drafts=("chain:8",),
+        earlier_answers=config.tokens,
+    ) as engine:
+        device = TimedDevice(engine._loop.device)
+        engine._loop.device = device  # pyright: ignore[reportAttributeAccessIssue]
+        answers = engine._loop.answers
+        assert answers is not None
+        run_period(engine, device, config)  # compiles
+        for _ in range(config.periods):
+            times["without"].append(run_period(engine, device, config))
+            with Sorting(answers, text) as sorting:
+                times["while sorting"].append(run_period(engine, device, config))
+            sorts += sorting.count
+    return times, sorts
+
+
+def main(config: SortingConfig) -> None:
+    """Print the table."""
+    if min(config.rows, config.periods) < 1 or config.new_tokens < 100:
+        raise InputError("rows and periods must be at least 1, new_tokens at least 100")
+    times, sorts = measure(config)
+    title = (
+        f"milliseconds of a call, {config.rows} rows, {sorts} sorts of {config.tokens:,} tokens"
+        f" ({os.cpu_count()} cores, load {os.getloadavg()[0]:.1f})"
+    )
+    table = Table("", "calls", "median", "90%", "99%", "99%, by period", title=title)
+    for name, periods in times.items():
+        together = np.concatenate(periods)
+        shown = (f"{np.percentile(together, at):.1f}" for at in (50, 90, 99))
+        by_period = " ".join(f"{np.percentile(period, 99):.1f}" for period in periods)
+        table.add_row(name, str(len(together)), *shown, by_period)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(SortingConfig))
+    except InputError as error:
+        sys.exit(f"benchmark: error: {error}")
