@@ -32,6 +32,8 @@ class ClientConfig:
         server: address of the server, ws://HOST:PORT, or wss://HOST:PORT if it has a certificate.
         drafter: the drafter as METHOD:WHERE, such as moa:DIRECTORY or eagle3:DIRECTORY; the server
             must have the same one.
+        corpus: text files that the drafter suffix drafts from, of at most 16 MiB together. They stay
+            on this machine; the server sees what is drafted from them.
         target_parts: directory that "specjax convert --client-parts" has written, with the parts of
             the target that the drafter needs.
         prompt: text to continue.
@@ -74,6 +76,7 @@ class ClientConfig:
 
     server: str = "ws://127.0.0.1:8000"
     drafter: str = ""
+    corpus: tuple[str, ...] = ()
     target_parts: str = ""
     prompt: str = ""
     chat: bool = False
@@ -134,6 +137,7 @@ def run_client(config: ClientConfig) -> int:
         precision=config.sent_as,
         capacity=config.capacity or None,
         dtype=config.dtype or None,
+        corpus=config.corpus,
         chat_template=config.chat_template,
         chat_template_kwargs=config.chat_template_kwargs,
         patience=Patience(provisional=config.provisional_after, server=config.wait_seconds),

@@ -252,6 +252,7 @@ def connect(
     precision: Precision = "float16",
     capacity: int | None = None,
     dtype: DTypeLike | None = None,
+    corpus: str | Path | Sequence[str | Path] = (),
     tokenizer: Any = None,
     chat_template: str | Path = "",
     chat_template_kwargs: str | Settings = "",
@@ -277,6 +278,8 @@ def connect(
         capacity: the maximum number of tokens of a text, prompt and output. None for the number of
             positions of the models, at most `USUAL_CAPACITY`.
         dtype: the type of the weights, as in `specjax.load`.
+        corpus: text files that the drafter "suffix" drafts from, as in `specjax.load`. They stay on
+            this machine; the server sees what is drafted from them.
         tokenizer: the tokenizer of a loaded target.
         chat_template: a file with a Jinja chat template, instead of the tokenizer's own.
         chat_template_kwargs: arguments of the chat template beside the messages, as in
@@ -312,7 +315,14 @@ def connect(
         )
     shape = None if draft is None else as_shape(draft)
     if isinstance(drafter, str):
-        loaded = load_drafter(drafter, shape, target_parts.config, dtype, tokenizer=tokenizer)
+        loaded = load_drafter(
+            drafter, shape, target_parts.config, dtype, tokenizer=tokenizer, corpus=corpus
+        )
+    elif corpus:
+        raise InputError(
+            f"corpus={corpus!r}: it applies to drafters by name; give drafter='suffix', or leave it"
+            " out"
+        )
     else:
         loaded = drafter if shape is None else drafter.replace(draft=shape)  # pyright: ignore[reportAttributeAccessIssue]
     if told is not None:

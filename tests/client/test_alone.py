@@ -1,8 +1,12 @@
 """Tests of a client without a server: the drafter writes alone, and ends."""
 
+from typing import Any
+
 import pytest
 
 import specjax
+from specjax import text
+from specjax.assets import embedded
 from specjax.client import Client, ProvisionalEvent, connect
 from specjax.errors import InputError
 from tests.conftest import tiny_target
@@ -41,3 +45,21 @@ def test_it_writes_as_far_as_it_is_asked_to(looking_up) -> None:
     assert events == [ProvisionalEvent((token,), "") for token in (3, 1, 5)]
     assert looking_up.report.provisional_tokens == (3, 1, 5)
     assert looking_up.report.tokens == ()
+
+
+def test_a_client_drafts_from_text_files(tmp_path) -> None:
+    """Without a server the drafter writes what follows the prompt in the file."""
+    tokenizer = text.load_tokenizer(embedded("target"))
+    target = tiny_target(vocab_size=len(tokenizer))
+    (tmp_path / "notes.txt").write_text("import os\nimport sys\nimport json, random\n")
+    prompt, rest = "import os\nimport sys\n", "import json, random\n"
+    options: dict[str, Any] = {"tokenizer": tokenizer, "capacity": 64}
+    files = [tmp_path / "notes.txt"]
+    with_files = connect("ws://127.0.0.1:9", "suffix", target, corpus=files, **options)
+    count = len(tokenizer.encode(rest))
+    report = with_files.generate(prompt, max_new_tokens=count, is_offline=True)
+    assert report.provisional == rest
+    without = connect("ws://127.0.0.1:9", "suffix", target, **options)
+    assert without.generate(prompt, max_new_tokens=count, is_offline=True).provisional != rest
+    with pytest.raises(InputError, match="corpus=.*: it applies to drafters by name"):
+        connect("ws://127.0.0.1:9", specjax.PromptLookup(), target, corpus=files, **options)
