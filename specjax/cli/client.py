@@ -32,8 +32,8 @@ class ClientConfig:
         server: address of the server, ws://HOST:PORT, or wss://HOST:PORT if it has a certificate.
         drafter: the drafter as METHOD:WHERE, such as moa:DIRECTORY or eagle3:DIRECTORY; the server
             must have the same one.
-        corpus: text files that the drafter suffix drafts from, of at most 16 MiB together. They stay
-            on this machine; the server sees what is drafted from them.
+        corpus: text files that the drafter suffix drafts from, of at most 16 MiB together. They
+            stay on this machine; the server sees what is drafted from them.
         target_parts: directory that "specjax convert --client-parts" has written, with the parts of
             the target that the drafter needs.
         prompt: text to continue.

@@ -61,5 +61,5 @@ def test_a_client_drafts_from_text_files(tmp_path) -> None:
     assert report.provisional == rest
     without = connect("ws://127.0.0.1:9", "suffix", target, **options)
     assert without.generate(prompt, max_new_tokens=count, is_offline=True).provisional != rest
-    with pytest.raises(InputError, match="corpus=.*: it applies to drafters by name"):
+    with pytest.raises(InputError, match=r"corpus=.*: it applies to drafters by name"):
         connect("ws://127.0.0.1:9", specjax.PromptLookup(), target, corpus=files, **options)
