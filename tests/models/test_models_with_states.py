@@ -50,7 +50,7 @@ def generated(target, drafter):
 
 
 @pytest.mark.full
-@pytest.mark.thorough
+@pytest.mark.thorough_except("kimi delta attention")
 @pytest.mark.parametrize("name", MODELS)
 def test_on_two_devices_the_text_is_the_same(name, tmp_path) -> None:
     """A device has the parts of a layer that belong together, with their states."""
@@ -96,7 +96,7 @@ def test_a_shared_prefix_brings_its_state(name) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.thorough
+@pytest.mark.thorough_except("short convolution")
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_weights_are_decoded_losslessly(name) -> None:
     quantized = tiny_target(**MODELS[name], scale=4.0).quantize("int8")
