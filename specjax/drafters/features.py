@@ -143,6 +143,12 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             )
         vocabulary = self.vocabulary(target)
         self.draft_shape.check(sizes.vocab_size if vocabulary is None else vocabulary.ids.shape[0])
+        window = sizes.sliding_window
+        if sizes.windowed_layers and window is not None and self.draft_shape.depth > window:
+            raise InputError(
+                f"draft={self.draft}: it is {self.draft_shape.depth} deep, but layers of this"
+                f" drafter see only the newest {window} pairs; give a draft of at most that depth"
+            )
         check_mesh(self.mesh, target)
 
     def start(self, target: Target, batch: int, capacity: int) -> FeatureState:
@@ -177,7 +183,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
                 states = jnp.concatenate(
                     [state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1
                 )
-            past = self._past(state.cache, module)
+            past = self._past(state.cache, module, positions)
             states, entries = self.run(
                 states, embedded, positions, visible_in(module, positions, causal), past, module
             )
@@ -211,7 +217,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             positions = state.cache.length[:, None]
             embedded = self.embed(target, token[:, None])
             states, entries = self.run(
-                state.newest, embedded, positions, None, self._past(state.cache, 0)
+                state.newest, embedded, positions, None, self._past(state.cache, 0, positions)
             )
             is_valid = counts[:, None, None] > 0
             newest = jnp.where(is_valid, states.astype(state.newest.dtype), state.newest)
@@ -271,7 +277,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             )
 
             def read_with(module: int, states: jax.Array) -> tuple[jax.Array, Entries]:
-                cached = self._past(state.cache, module)
+                # No window ends within a draft (see `check`), so all nodes above are visible.
+                cached = self._past(state.cache, module, positions)
                 first_layer = (module - modules.start) * layers
                 # As in the cache, the first pairs of a text are hidden (see `visible_in`).
                 has_state = state.cache.length[:, None] + depths - 1 >= module
@@ -323,12 +330,22 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         )
         return draft, state
 
-    def _past(self, cache: KVCache, module: int) -> Past:
-        """Return the part of the cache that ``module`` attends to, layer by layer."""
-        layers = self.sizes.num_layers
-        since = jnp.full((1, 1), module)
-        module_layers = range(module * layers, (module + 1) * layers)
-        return tuple((Filled.of(cache, layer, since, self.mesh),) for layer in module_layers)
+    def _past(self, cache: KVCache, module: int, positions: jax.Array) -> Past:
+        """Return the part of the cache that ``module`` attends to, layer by layer.
+
+        ``positions [B, T]`` are those of the queries, which decide what a window hides.
+        """
+
+        def past_of(layer: int) -> tuple[Piece, ...]:
+            if not self.sizes.has_mixer(layer):
+                return ()
+            since, window = jnp.full((1, 1), module), self.sizes.window_of(layer)
+            if window is not None:
+                since = jnp.maximum(positions - window + 1, since)
+            index = module * self.sizes.num_layers + layer
+            return (Filled.of(cache, index, since, self.mesh),)
+
+        return tuple(past_of(layer) for layer in range(self.sizes.num_layers))
 
     def _empty(self, batch: int, slots: int, modules: int) -> Entries:
         sizes = self.sizes

@@ -358,6 +358,12 @@ class ModelConfig:
     a gated unit: the gate after its activation from above, and the other input on both sides;
     ``experts_limit`` does so in experts (Step-3.5).
     With an ``indexer`` latent attention attends to selected keys alone (DeepSeek-V3.2, GLM-5).
+    With ``embedding_normed`` embeddings are normed, without a weight. ``post_norm_eps`` is the
+    epsilon of the norms after attention and MLP, and ``final_norm_offset`` what is added to the
+    weight of the last norm; None for ``norm_eps`` and ``norm_offset``. With
+    ``qk_unit_norm_everywhere`` queries and keys of all layers are normed without a weight. With
+    ``gated_values`` every number of the attention output is multiplied by a gate of its own
+    projection (Muse Glimmer).
 
     Examples:
         >>> from dataclasses import replace
@@ -424,6 +430,11 @@ class ModelConfig:
     mlp_limit: float | None = None
     experts_limit: float | None = None
     indexer: Indexer | None = None
+    embedding_normed: bool = False
+    post_norm_eps: float | None = None
+    final_norm_offset: float | None = None
+    qk_unit_norm_everywhere: bool = False
+    gated_values: bool = False
 
     def __post_init__(self) -> None:
         names = (
@@ -509,9 +520,11 @@ class ModelConfig:
             raise InputError("linear_layers: cannot be combined with windows of them")
 
     def _check_gates(self) -> None:
-        if self.gated_heads and (self.gated_attention or self.mla is not None):
+        gates = [self.gated_heads, self.gated_values, self.gated_attention]
+        if sum(gates) > 1 or (any(gates) and self.mla is not None):
             raise InputError(
-                "gated_heads: cannot be combined with gated_attention or latent attention"
+                "gated_heads: cannot be combined with gated_values, gated_attention or latent"
+                " attention"
             )
         for name in ("mlp_limit", "experts_limit"):
             if (limit := getattr(self, name)) is not None and limit <= 0:
@@ -702,6 +715,11 @@ class ModelConfig:
         return tuple(
             layer for layer in range(self.num_layers) if self.memory(layer).state is not None
         )
+
+    @property
+    def last_norm_offset(self) -> float:
+        """The number that is added to the weight of the norm after the last layer."""
+        return self.norm_offset if self.final_norm_offset is None else self.final_norm_offset
 
     @property
     def value_size(self) -> int:

@@ -74,6 +74,8 @@ def attention(
     )
     if config.gated_heads:
         gate = jnp.repeat(linear(params, "head_gate", x), config.value_size, axis=-1)
+    if config.gated_values:
+        gate = linear(params, "value_gate", x)
     return linear(params, "o", attended if gate is None else attended * jax.nn.sigmoid(gate)), entry
 
 
@@ -177,6 +179,8 @@ def _turned(
     heads = _heads(params, norm, config, x)
     if config.rope_interleaved:
         heads = separate_pairs(heads, 2 * rotations.cos.shape[-1])
+    if config.qk_unit_norm_everywhere:
+        heads = rms_norm(heads, None, config.norm_eps)
     if config.qk_unit_norm and config.rope.kind != "none":
         return rms_norm(turn(heads), None, config.norm_eps)
     return turn(heads)
@@ -196,6 +200,13 @@ def _heads(params: Params, norm: str, config: ModelConfig, x: jax.Array) -> jax.
 def normed(params: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
     """Return ``x`` after the norm of that name, or ``x`` if the layer has none."""
     return rms_norm(x, params[name], config.norm_eps, config.norm_offset) if name in params else x
+
+
+def _normed_after(params: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return `normed` of the output of attention or MLP, whose norm may have another epsilon."""
+    if config.post_norm_eps is None or name not in params:
+        return normed(params, name, config, x)
+    return rms_norm(x, params[name], config.post_norm_eps, config.norm_offset)
 
 
 WITH_STATE: dict[type[StateSizes | None], Callable[..., tuple[jax.Array, Any]]] = {
@@ -268,9 +279,10 @@ def selecting_layer(
             attended, entry = _remembering(
                 params, config, entering, rotations, mask, past, cache_dtype, context
             )
-        x = _add(config, x, normed(params, "attention_out_norm", config, attended))
+        x = _add(config, x, _normed_after(params, "attention_out_norm", config, attended))
     if "down" in params or "router" in params:
-        x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
+        mixed = _mixed(params, config, x, mesh)
+        x = _add(config, x, _normed_after(params, "mlp_out_norm", config, mixed))
     if inputs is not None:
         gated = activate(linear(params, "per_layer_gate", x), config.activation) * inputs
         x = x + normed(params, "per_layer_out_norm", config, linear(params, "per_layer_out", gated))

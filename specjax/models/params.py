@@ -47,7 +47,7 @@ def declare(config: ModelConfig, layers: tuple[int, int] | None = None) -> Param
             declare_layer(config, f"model.layers.{i}.", i) if i in present else {}
             for i in range(config.num_layers)
         ],
-        "norm": norm("model.norm", config.hidden_size, config.norm_offset),
+        "norm": norm("model.norm", config.hidden_size, config.last_norm_offset),
     }
     if not config.tie_embeddings:
         tree["lm_head"] = matrix(
@@ -138,7 +138,7 @@ def _declare_mlps(config: ModelConfig, prefix: str, is_sparse: bool) -> dict[str
     return layer
 
 
-_MIXER = ("input_norm", "head_gate", "q", "k", "v", "o", "q_norm", "k_norm", "sinks")
+_MIXER = ("input_norm", "head_gate", "value_gate", "q", "k", "v", "o", "q_norm", "k_norm", "sinks")
 _KEYS = ("k", "v", "k_norm")
 _GATES = ("gate", "experts_gate", "shared_gate")
 
@@ -233,6 +233,8 @@ def _declare_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
         gates["head_gate"] = matrix(
             f"{prefix}g_proj", hidden, (count, "heads"), units=count, is_product=False
         )
+    if config.gated_values:
+        gates["value_gate"] = matrix(f"{prefix}gate_proj", hidden, (attended, "heads"), units=count)
     return gates | {
         "q": matrix(f"{prefix}q_proj", hidden, queries, units=count),
         "k": matrix(f"{prefix}k_proj", hidden, kv_heads, units=kv_count),

@@ -37,6 +37,7 @@ from specjax.models.primitives import (
     capped,
     embedding_logits,
     linear,
+    rms_norm,
     scaled,
     vocabulary_logits,
 )
@@ -326,10 +327,14 @@ class Target(OneLine, KeyedByClass):
 
     # --- slices of the model, for drafters that run a part of it ---
 
-    def embed(self, tokens: Int[Array, "B T"]) -> jax.Array:
-        """Return the embeddings ``[B, T, H]`` of tokens: the residual stream at layer 0."""
-        # Out-of-range ids cannot raise here; the edge (`specjax.generate`) checks them.
+    def embed(self, tokens: Int[Array, "B T"], normed: bool = True) -> jax.Array:
+        """Return the embeddings ``[B, T, H]`` of tokens: the residual stream at layer 0.
+
+        If the model norms its embeddings, ``normed`` False leaves the norm out.
+        """
         x = self._look_up(self.params["embed"], tokens)
+        if self.config.embedding_normed and normed:
+            x = rms_norm(x, None, self.config.norm_eps)
         if self.config.embedding_scale != 1.0:
             scale = self.config.embedding_scale
             if self.config.embedding_scale_rounded:
@@ -587,7 +592,8 @@ class Target(OneLine, KeyedByClass):
 
     def norm(self, x: jax.Array) -> jax.Array:
         """Apply the final norm, between the last layer and the head."""
-        return normed(self.params, "norm", self.config, x)
+        config = self.config
+        return rms_norm(x, self.params["norm"], config.norm_eps, config.last_norm_offset)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Return the logits ``[..., V]`` in float32 of states after the final norm."""

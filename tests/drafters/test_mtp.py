@@ -102,18 +102,33 @@ EXPERTS = {
     "n_group": 4,
     "topk_group": 2,
 }
-PUBLISHED = {  # transformers' name of the family, its sizes, and the names of the module's tensors
+NEXT = ("model.layers.2.", ("hnorm", "enorm", "eh_proj", "shared_head.norm"))
+INDEXED = {"index_n_heads": 3, "index_head_dim": 12, "index_topk": 5}
+KINDS = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+# transformers' name of the family, its sizes, and the prefix and names of the module's tensors.
+PUBLISHED = {
     "mimo": (
         "Qwen2",
         {},
         "model.mtp_layers.0.",
         ("hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm"),
     ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        LATENT | EXPERTS | {"first_k_dense_replace": 1},
-        "model.layers.2.",
-        ("hnorm", "enorm", "eh_proj", "shared_head.norm"),
+    "deepseek_v3": ("DeepseekV3", LATENT | EXPERTS | {"first_k_dense_replace": 1}, *NEXT),
+    "deepseek_v32": (
+        "DeepseekV32",
+        LATENT | EXPERTS | INDEXED | {"first_k_dense_replace": 1},
+        *NEXT,
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        EXPERTS | {"first_k_dense_replace": 1, "head_dim": 8, "use_qk_norm": True},
+        *NEXT,
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | EXPERTS | KINDS, *NEXT),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        LATENT | EXPERTS | INDEXED | KINDS | {"indexer_types": ["full", "shared", "full"]},
+        *NEXT,
     ),
 }
 
@@ -159,42 +174,43 @@ def published(request, tmp_path):
                 position_ids=places,
                 position_embeddings=inner.rotary_emb(x, places),
             )
-            return x[0] if isinstance(x, tuple) else x
+            return norm(x[0] if isinstance(x, tuple) else x, names[3])
 
         hidden = inner.norm(model(tokens[:, :-1], output_hidden_states=True).hidden_states[2])
         first = read(hidden, tokens[:, 1:])
-        logits = norm(first, names[3]) @ model.lm_head.weight.T
-        # Drafting continues with the module's own state: after its norm in MiMo, before it in
-        # DeepSeek.
-        next_state = norm(first, names[3]) if request.param == "mimo" else first
+        logits = first @ model.lm_head.weight.T
         drafted = logits[:, -1:].argmax(-1)
-        second = read(
-            torch.cat([hidden, next_state[:, -1:]], 1), torch.cat([tokens[:, 1:], drafted], 1)
-        )
-        following = (norm(second[:, -1], names[3]) @ model.lm_head.weight.T).argmax(-1)
+        # Drafting continues with the module's own state after its norm.
+        second = read(torch.cat([hidden, first[:, -1:]], 1), torch.cat([tokens[:, 1:], drafted], 1))
+        following = (second[:, -1] @ model.lm_head.weight.T).argmax(-1)
     model.save_pretrained(tmp_path)
     tensors = {
         name.replace("model.layers.2.", prefix): value
         for name, value in load_file(tmp_path / "model.safetensors").items()
     }
     tensors |= {f"{prefix}{name}.weight": value.numpy() for name, value in extra.items()}
-    if request.param == "deepseek_v3":  # its checkpoints repeat the tensors that modules share
+    if prefix == NEXT[0]:  # its checkpoints repeat the tensors that modules share
         tensors |= {f"{prefix}embed_tokens.weight": tensors["model.embed_tokens.weight"]}
         tensors |= {f"{prefix}shared_head.head.weight": tensors["lm_head.weight"]}
     save_file(tensors, tmp_path / "model.safetensors")
     raw = json.loads((tmp_path / "config.json").read_text())
     raw |= {"num_hidden_layers": 2, "model_type": request.param}
     raw |= {"num_nextn_predict_layers": 1, "layer_types": None}
+    # The lists of layers do not count the module.
+    raw |= {name: raw[name][:2] for name in ("mlp_layer_types", "indexer_types") if raw.get(name)}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     return tmp_path, tokens.numpy(), logits.numpy(), [int(drafted), int(following)]
 
 
 @pytest.mark.full
-def test_published_modules_say_what_the_published_network_says(published) -> None:
-    """Check one pass over the text, and the tokens that the engine drafts after a prompt."""
+def test_published_modules_say_what_the_published_network_says(published, tmp_path) -> None:
+    """Check one pass over the text, and the tokens that the engine drafts after a prompt.
+
+    The modules alone are read as they were written.
+    """
     directory, tokens, expected, drafted = published
     target = specjax.Target.from_pretrained(directory, dtype=np.float32)
-    drafter = MTP.from_pretrained(directory, draft=Chain(2), dtype=np.float32)
+    read = drafter = MTP.from_pretrained(directory, draft=Chain(2), dtype=np.float32)
     output = target.forward(tokens[:, :-1])[0]
     causal, positions = jnp.tril(jnp.ones((1, 11, 11), bool)), jnp.arange(11)[None]
     states, _ = drafter.run(
@@ -211,6 +227,8 @@ def test_published_modules_say_what_the_published_network_says(published) -> Non
     np.testing.assert_array_equal(
         specjax.generate(target, drafter, prompts, max_new_tokens=8).tokens, plain.tokens
     )
+    drafter.save_pretrained(tmp_path / "alone")
+    assert_same(MTP.from_pretrained(tmp_path / "alone", dtype=np.float32), read)
 
 
 def test_a_tensor_that_no_module_has_is_refused(published) -> None:

@@ -5,7 +5,8 @@
 are all in ``dflash_config``. ``speculators`` is the layout of the speculators package and vLLM; the
 sizes of the layers are in ``transformer_layer_config``. ``deepspec`` is DeepSeek's layout: a Qwen3
 model's config.json with additional fields at the top, and with embedding and head in the tensor
-file.
+file. ``muse_glimmer`` is transformers' layout for the assistant of Muse Glimmer. It is read, and
+never written.
 
 The layouts number the target's layers in two ways. Here a tap is the index of a layer whose *input*
 is read, as in speculators. The other layouts name the layer before it, whose *output* that is.
@@ -47,6 +48,8 @@ def layout_of(raw: Fields) -> str | None:
     """Return the layout of a config.json; None if it belongs to no such drafter."""
     if raw.get("speculators_model_type") in get_args(Kind):
         return "speculators"
+    if raw.get("model_type") == "muse_glimmer_assistant":
+        return "muse_glimmer"
     architectures = architectures_of(raw)
     if "DFlashDraftModel" in architectures or "DFlash2DraftModel" in architectures:
         return "dflash"
@@ -63,6 +66,8 @@ def kind_of(raw: Fields) -> Kind | None:
         return raw["speculators_model_type"]
     if layout == "deepspec":
         return "dspark" if raw.get("markov_rank") or raw.get("enable_confidence_head") else "dflash"
+    if layout == "muse_glimmer":
+        return "dflash"
     if layout == "dflash":
         return "dflash2" if "DFlash2DraftModel" in raw["architectures"] else "dflash"
     return None
@@ -108,7 +113,28 @@ _FIELDS: dict[str, FieldTable] = {
         "num_target_layers": whole(1, 10_000, default=None),
         **_HEADS,
     },
+    "muse_glimmer": {
+        "block_size": whole(2, 4096, default=16),
+        "mask_token_id": whole(0, 10_000_000, default=201_818),
+        "target_layer_ids": speculators.layer_numbers(-1),
+        "sliding_window": whole(1, 1_000_000_000, default=2048),
+    },
 }
+_MUSE_GLIMMER: JsonObject = {
+    # config.json does not state the vocabulary, which is the target's.
+    "vocab_size": 202_048,
+    "hidden_size": 6656,
+    "intermediate_size": 19_968,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}
+"""The fields that transformers uses if the config.json of an assistant leaves them out."""
+
 _NESTED: FieldTable = {  # the fields in dflash_config
     "mask_token_id": whole(0, 10_000_000),
     "target_layer_ids": speculators.layer_numbers(-1),
@@ -116,6 +142,7 @@ _NESTED: FieldTable = {  # the fields in dflash_config
     "causal_head": flag(default=None),
     "causal": flag(default=None),
     "target_hidden_size": whole(1, 1_000_000, default=None),
+    "embedding_normed": flag(default=True),  # ours alone
 }
 _FACTORS: FieldTable = {  # z-lab's code looks for them in dflash_config first, then beside it
     "input_embedding_scale": number(1e-6, 1e6, default=None),
@@ -153,6 +180,8 @@ def read_config(stored: CheckpointFiles) -> DFlashConfig:
     fields = check_fields(stored.raw, _FIELDS[layout], stored.file)
     if layout == "speculators":
         config_fields = _read_speculators(fields, stored)
+    elif layout == "muse_glimmer":
+        config_fields = _read_muse_glimmer(fields, stored)
     else:
         config_fields = _read_qwen3(fields, stored, layout)
     if layout == "dflash":
@@ -172,7 +201,8 @@ def read_config(stored: CheckpointFiles) -> DFlashConfig:
         own_embedding="embed_tokens.weight" in stored.shapes,
         own_head="lm_head.weight" in stored.shapes,
     )
-    width, hidden = stored.shapes.get("fc.weight", (0, 0))[-1], config.layer.hidden_size
+    encoder = "encoder." * (layout == "muse_glimmer")
+    width, hidden = stored.shapes.get(f"{encoder}fc.weight", (0, 0))[-1], config.layer.hidden_size
     if width != len(config.taps) * hidden:
         raise CheckpointError(
             f"{stored.file}: fc.weight reads {width} numbers, but {len(config.taps)} layers of the"
@@ -233,6 +263,7 @@ def _read_zlab(fields: Fields, layer: ModelConfig, stored: CheckpointFiles) -> d
             else _taps(layer_ids)
         ),
         "causal": any(causal_flags),
+        "embedding_normed": nested["embedding_normed"],
         "causal_in_window": (
             not causal_flags and bool(layer.windowed_layers)
         ),  # the default of z-lab's code
@@ -269,6 +300,38 @@ def _read_deepspec(fields: Fields, stored: CheckpointFiles) -> dict[str, Any]:
         "from_anchor": True,
     }
     return config_fields | {"taps": _taps(fields["target_layer_ids"])} | _read_heads(fields)
+
+
+def _read_muse_glimmer(fields: Fields, stored: CheckpointFiles) -> dict[str, Any]:
+    """Return the configuration's fields for the assistant of Muse Glimmer.
+
+    Its window is a distance: a token sees as many tokens before it, and itself.
+    """
+    window, size = fields["sliding_window"], fields["block_size"]
+    if size > window:
+        raise CheckpointError(
+            f"{stored.file}: sliding_window={window}: must be at least block_size={size}: windows"
+            " within a block are not implemented"
+        )
+    raw = _MUSE_GLIMMER | {name: value for name, value in stored.raw.items() if value is not None}
+    count = raw["num_hidden_layers"]
+    kinds = raw.get("layer_types") or ["sliding_attention"] * (count if type(count) is int else 0)
+    raw |= {
+        "model_type": "qwen3",
+        "layer_types": kinds,
+        "use_sliding_window": True,
+        "sliding_window": window + 1,
+    }
+    layer_ids = fields["target_layer_ids"]
+    layer = config_json.parse_drafter_config(raw, stored.file)
+    return {
+        "layer": layer,
+        "block_size": size,
+        "mask_token_id": fields["mask_token_id"],
+        "taps": _taps([1, 13, 25, 37, 49] if layer_ids is None else layer_ids),
+        "draft_vocab_size": layer.vocab_size,
+        "embedding_normed": False,
+    }
 
 
 def _taps(outputs: list[int]) -> tuple[int, ...]:
@@ -462,6 +525,7 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
             | _heads_of(config)
         )
     nested |= {"causal_head": True} if config.causal else {}  # JetSpec's name for it
+    nested |= {} if config.embedding_normed else {"embedding_normed": False}
     nested |= config.changed_factors
     raw |= {"is_causal": config.causal} if config.causal or not config.causal_in_window else {}
     if config.has_selector:
@@ -491,6 +555,7 @@ def _unsaid(config: DFlashConfig, layout: str) -> dict[str, bool]:
         }
     uses_targets = not (config.own_embedding and config.own_head)
     return properties | {
+        "embeddings without the target's norm": not config.embedding_normed,
         "blocks that are causal": config.causal or config.causal_in_window,
         "anchors that predict nothing": not config.from_anchor,
         "that embedding and head are the target's": uses_targets,
@@ -507,6 +572,11 @@ def _heads_of(config: DFlashConfig) -> JsonObject:
 
 
 def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> JsonObject:
+    if not config.embedding_normed:
+        raise InputError(
+            "layout='speculators': it cannot express embeddings without the target's norm: write it"
+            " as 'dflash'"
+        )
     if config.causal or (config.layer.windowed_layers and not config.window_of_block):
         if config.causal:
             what = "a block that is causal in every layer"
@@ -550,6 +620,7 @@ DFLASH = CheckpointFormat(
     declare=declare,
     axis_units=lambda config: config.layer.axis_units | {"draft_vocab": config.draft_vocab_size},
     format_config=format_config,
+    layout_of=lambda stored: layout_of(stored.raw) or "dflash",
     left_over=lambda config, stored: LEFT_OVER + speculators.LEFT_OVER,
     reduced_vocabulary=DraftVocabulary.of,
 )

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import jax
+
 from specjax.drafters.draft_vocabulary import declare_d2t
 from specjax.errors import InputError
 from specjax.models import params as declarations
@@ -58,6 +60,8 @@ class DFlashConfig:
         output_multiplier: the factor of the products with the head, see `scales_logits`.
         final_logit_softcapping: the bound of the logits after that factor,
             ``cap * tanh(logits / cap)``; None for no bound.
+        embedding_normed: whether the embeddings of a block's tokens are normed, if the target
+            norms its embeddings. Those of Muse Glimmer's assistant are not.
         target_layers: the number of the target's layers, if known, because SpecForge needs it. It
             changes no computation. Configurations that differ only in it are equal.
     """
@@ -85,6 +89,7 @@ class DFlashConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    embedding_normed: bool = True
     target_layers: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -216,7 +221,9 @@ def default_taps(layers: int, count: int) -> tuple[int, ...]:
 
 
 def declare(config: DFlashConfig, layout: str) -> Params:
-    """Return the `Param` declarations; the names are the same in all layouts."""
+    """Return the `Param` declarations; the names are those of ``layout``."""
+    if layout == "muse_glimmer":
+        return jax.tree.map(_of_muse_glimmer, declare(config, "dflash"))
     layer, hidden, rank = config.layer, config.layer.hidden_size, config.markov_rank
     inputs_hidden = (hidden, None)
     tree: Params = {
@@ -258,6 +265,15 @@ def declare(config: DFlashConfig, layout: str) -> Params:
             f"{name}.hidden_projection", inputs_hidden, (config.selector_rank, None)
         )
     return tree
+
+
+def _of_muse_glimmer(param: Param) -> Param:
+    """Return a declaration with the name that Muse Glimmer's assistant has for the tensor."""
+    names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    for ours, theirs in names.items():
+        if param.name.startswith(ours):
+            return replace(param, name=theirs + param.name.removeprefix(ours))
+    return param
 
 
 def _declare_layer(config: DFlashConfig, index: int) -> Params:

@@ -6,7 +6,8 @@ begin with ``midlayer.``, config.json is a Llama model's with a few additional f
 speculators package and vLLM. The names begin with ``layers.0.``, the sizes of the layer are in
 ``transformer_layer_config``, and config.json names the layers whose *input* is read. ModelOpt
 writes config.json in the first layout and names in the second. NVIDIA's drafters for gpt-oss may
-have no ``lm_head``, or no ``fc``: the latter read the target's last hidden state.
+have no ``lm_head``, or no ``fc``: the latter read the target's last hidden state. Kimi K2.6's
+drafter has latent attention (``Eagle3DeepseekV2ForCausalLM``), and names in the second layout.
 """
 
 from collections.abc import Collection
@@ -140,7 +141,8 @@ def declare(config: Eagle3Config, layout: str) -> Params:
         for i in range(layer.num_layers)
     ]
     layers[0]["hidden_norm"] = norm(f"{first}hidden_norm", hidden)
-    for name in ("q", "k", "v"):  # they read the embedding and the state
+    # They read the embedding and the state.
+    for name in ("q", "k", "v") if layer.mla is None else _latent_inputs(layer):
         inputs, outputs = layers[0][name].shape
         layers[0][name] = replace(layers[0][name], shape=(2 * inputs, outputs))
     tree: Params = {"layers": layers, "norm": norm("norm", hidden)}
@@ -163,6 +165,12 @@ def declare(config: Eagle3Config, layout: str) -> Params:
     return tree
 
 
+def _latent_inputs(layer: ModelConfig) -> tuple[str, str]:
+    """Return the names of the parameters of latent attention that read the layer's input."""
+    assert layer.mla is not None
+    return ("q" if layer.mla.q_lora_rank is None else "q_a", "kv_a")
+
+
 # --- reading --------------------------------------------------------------------------------------
 
 
@@ -174,7 +182,13 @@ def recognises(raw: Fields, tensors: Collection[str]) -> bool:
 
 def layout_of(stored: CheckpointFiles) -> str:
     """Return the layout that the names of the first layer's tensors show."""
-    return "eagle3" if "midlayer.self_attn.q_proj.weight" in stored.shapes else "speculators"
+    return "eagle3" if _input_of("midlayer.", stored) else "speculators"
+
+
+def _input_of(first: str, stored: CheckpointFiles) -> bool:
+    """Return whether there is a projection of queries in the layer with the prefix ``first``."""
+    names = (f"{first}self_attn.{name}.weight" for name in ("q_proj", "q_a_proj"))
+    return any(name in stored.shapes for name in names)
 
 
 _FLAGS: FieldTable = {
@@ -219,7 +233,9 @@ def read_config(stored: CheckpointFiles, raw: JsonObject | None = None) -> Eagle
     flags = check_fields({**nested, **raw}, _FLAGS, source)
     options = check_fields(nested, _NESTED, source, "eagle_config.")
     flags["norm_output"] |= options["return_hidden_post_norm"]
-    if layer_fields is None:
+    if layer_fields is None and raw.get("kv_lora_rank") is not None:
+        layer = config_json.parse_drafter_config(_NO_EXPERTS | raw | _LATENT, source)
+    elif layer_fields is None:
         layer = config_json.parse_drafter_config(raw, source)
     else:
         kind = layer_fields.get("model_type", "qwen3")  # as speculators reads it
@@ -228,7 +244,7 @@ def read_config(stored: CheckpointFiles, raw: JsonObject | None = None) -> Eagle
             f"{source}: transformer_layer_config",
         )
     first = _FIRST_LAYER[layout]
-    if f"{first}self_attn.q_proj.weight" not in shapes:
+    if not _input_of(first, stored):
         raise CheckpointError(
             f"{source}: there is no 'midlayer.self_attn.q_proj.weight' and no"
             " 'layers.0.self_attn.q_proj.weight': give the weights of an EAGLE-3 drafter"
@@ -236,7 +252,10 @@ def read_config(stored: CheckpointFiles, raw: JsonObject | None = None) -> Eagle
     # In the layout `eagle3` the first layer has a name instead of an index.
     count = stored.numbered("layers.") + (layout == "eagle3")
     stored.check_count("num_hidden_layers", layer.num_layers, count, "layers")
-    layer = config_json.with_switches(layer, shapes, first)
+    if layer.mla is None:
+        layer = config_json.with_switches(layer, shapes, first)
+    else:
+        layer = _with_latents(layer, source)
     target_hidden = fields["target_hidden_size"] or layer.hidden_size
     fused = shapes.get("fc.weight", (0, 0))[-1] if options["use_aux_hidden_state"] else 0
     if options["use_aux_hidden_state"] and (fused == 0 or fused % target_hidden):
@@ -268,6 +287,30 @@ def read_config(stored: CheckpointFiles, raw: JsonObject | None = None) -> Eagle
             shapes, stored.directory, needed
         )
     return config
+
+
+_LATENT: JsonObject = {"model_type": "deepseek_v3"}
+_NO_EXPERTS: JsonObject = {
+    "n_routed_experts": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+}
+"""Fields that the config.json of a DeepSeek-V3 has, and that of a drafter without experts lacks."""
+
+
+def _with_latents(layer: ModelConfig, source: str) -> ModelConfig:
+    """Return the configuration of the one layer of a drafter with latent attention."""
+    if layer.num_layers != 1 or layer.is_sparse(0) or layer.indexer is not None:
+        raise CheckpointError(
+            f"{source}: model_type={layer.model_type!r}, num_hidden_layers={layer.num_layers}: a"
+            " drafter with latent attention must have one layer, with an MLP and without indexer:"
+            " give such a drafter"
+        )
+    return replace(layer, tie_embeddings=False)
 
 
 _NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
@@ -312,7 +355,9 @@ def _flags(config: Eagle3Config) -> dict[str, bool]:
 def format_eagle3(config: Eagle3Config, dtype: str) -> JsonObject:
     """Return the fields of config.json in the layout ``eagle3``."""
     content = config_json.format_config(config.layer, dtype) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [
+            "LlamaForCausalLMEagle3" if config.layer.mla is None else "Eagle3DeepseekV2ForCausalLM"
+        ],
         "draft_vocab_size": config.draft_vocab_size if config.own_head else None,
         "target_hidden_size": config.target_hidden_size,
         **_flags(config),

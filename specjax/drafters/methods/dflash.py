@@ -154,6 +154,11 @@ class DFlash(TrainedDrafter[Cache]):
             mesh=target.mesh,
         )
 
+    def embed(self, target: Target, tokens: jax.Array) -> jax.Array:
+        if "embed" in self.params or self.config.embedding_normed:
+            return super().embed(target, tokens)
+        return target.embed(tokens, normed=False)
+
     # --- drafting ---
 
     def check(self, target: Target) -> None:

@@ -1,8 +1,9 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules in a row.
 
 Each module predicts one token further ahead than the module before. Models that were trained with
-it have the modules in their own checkpoints. `MTP` reads those of MiMo, of DeepSeek-V3, and of
-Qwen3.5 and Qwen3-Next, and what `specjax train` writes for targets without modules.
+it have the modules in their own checkpoints. `MTP` reads those of MiMo and MiMo-V2, of DeepSeek-V3
+and V3.2, of GLM-4.5 to GLM-5.2, of Qwen3.5 and Qwen3-Next, and of Nemotron 3, and what
+`specjax train` writes for targets without modules.
 """
 
 from collections.abc import Collection
@@ -23,27 +24,52 @@ from specjax.models import config_json
 from specjax.models import params as declarations
 from specjax.models.cache import Entries
 from specjax.models.checkpoint_files import CheckpointFiles, number_after
-from specjax.models.config import ModelConfig
-from specjax.models.families import FAMILIES, delta_net
+from specjax.models.config import Layer, ModelConfig
+from specjax.models.families import FAMILIES, delta_net, mamba2
+from specjax.models.families.mimo_v2_flash import MODULES as MIMO_V2_MODULES
+from specjax.models.families.nemotron_h import MODULES as NEMOTRON_MODULES
+from specjax.models.families.nemotron_h import NEMOTRON_H
 from specjax.models.families.qwen2 import MIMO_MODULES
-from specjax.models.fields import CheckpointError, Fields, JsonObject, check_fields, whole
-from specjax.models.layers import decoder_layer, linear, normed, rms_norm
+from specjax.models.families.ropes import FULL
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    Fields,
+    FieldTable,
+    JsonObject,
+    check_fields,
+    flag,
+    show,
+    texts,
+    whole,
+)
+from specjax.models.layers import decoder_layer, linear, normed
 from specjax.models.params import Params, matrix, norm
 from specjax.models.rope import rotations
-from specjax.models.transformer import Target
+from specjax.models.transformer import Target, in_window
 
-Layout = Literal["mimo", "deepseek", "qwen"]
+Layout = Literal["mimo", "mimo_v2", "deepseek", "qwen", "nemotron"]
 
-_PREFIX: dict[Layout, str] = {
+_NUMBERED: dict[Layout, str] = {
     "mimo": MIMO_MODULES,
+    "mimo_v2": f"{MIMO_V2_MODULES}layers.",
     "deepseek": "model.layers.",
-    "qwen": delta_net.MODULES,
+    "qwen": f"{delta_net.MODULES}layers.",
+    "nemotron": f"{NEMOTRON_MODULES}layers.",
 }
+"""The part of the tensor names before the index of a module, or of a layer of the one module."""
+
 _NAMES: dict[Layout, dict[str, str]] = {
     "mimo": {
         "hidden_norm": "hidden_layernorm",
         "embed_norm": "token_layernorm",
         "fc": "input_proj",
+        "norm": "final_layernorm",
+    },
+    "mimo_v2": {
+        "hidden_norm": "hnorm",
+        "embed_norm": "enorm",
+        "fc": "eh_proj",
         "norm": "final_layernorm",
     },
     "deepseek": {
@@ -58,11 +84,27 @@ _NAMES: dict[Layout, dict[str, str]] = {
         "fc": "fc",
         "norm": "norm",
     },
+    "nemotron": {
+        "hidden_norm": "hnorm",
+        "embed_norm": "enorm",
+        "fc": "eh_proj",
+        "norm": "final_layernorm",
+    },
 }
-"""The names of the tensors of a module, except those of its decoder layer."""
+"""The names of the tensors of a module, except those of its decoder layers."""
+
+_ALONE: dict[Layout, str] = {"qwen": "Qwen", "nemotron": "Nemotron"}
+"""The layouts of one module, whose layers are numbered, and whose checkpoints they are."""
+
+_COUNT = "num_nextn_predict_layers"
 
 _QWEN_COUNT = "mtp_num_hidden_layers"
 """The field of config.json with the number of Qwen3.5's modules, among the text model's fields."""
+
+
+_MOE = "moe"
+_NEMOTRON_KINDS = {"*": FULL, "E": _MOE}
+_NEMOTRON_PATTERN, _NEMOTRON_TYPES = "mtp_hybrid_override_pattern", "mtp_layers_block_type"
 
 
 @dataclass(frozen=True)
@@ -70,13 +112,11 @@ class MTPConfig:
     """The configuration of an `MTP` drafter.
 
     Attributes:
-        layer: the configuration of each module's one decoder layer; ``vocab_size`` and
-            ``hidden_size`` are the target's.
+        layer: the configuration of the decoder layers of each module, one layer except in
+            Nemotron 3; ``vocab_size`` and ``hidden_size`` are the target's.
         modules: the number of modules.
-        layout: the names of the tensors, and two conventions that come with them. MiMo concatenates
-            state and embedding in this order, and feeds back the state *after* the module's norm.
-            DeepSeek concatenates embedding and state, and feeds back the state before the norm.
-            Qwen concatenates as DeepSeek does, and feeds back as MiMo does.
+        layout: the names of the tensors, and a convention that comes with them: MiMo concatenates
+            state and embedding in this order, all others embedding and state.
         first_layer: the index of the first module in DeepSeek's names, which is the target's number
             of layers.
         experts_joined: whether all experts are in two tensors, as in some of Qwen's files.
@@ -90,27 +130,27 @@ class MTPConfig:
 
     def __post_init__(self) -> None:
         check_minimum(1, self, ["modules"])
-        if self.layout == "qwen" and self.modules > 1:
+        if self.layout in _ALONE and self.modules > 1:
             raise InputError(
-                f"modules={self.modules}: Qwen's checkpoints have names for one: give 1"
+                f"modules={self.modules}: {_ALONE[self.layout]}'s checkpoints have names for one:"
+                " give 1"
             )
 
     def prefix(self, module: int) -> str:
         """Return the prefix of the tensor names of ``module``."""
         if self.layout == "qwen":
-            return _PREFIX["qwen"]
-        return (
-            f"{self.numbered}{self.first_layer + module if self.layout == 'deepseek' else module}."
-        )
+            return delta_net.MODULES
+        return f"{_NUMBERED[self.layout]}{self.first_layer + module}."
 
-    def layer_prefix(self, module: int) -> str:
-        """Return the prefix of the tensor names of the decoder layer of ``module``."""
-        return f"{self.numbered}{module}." if self.layout == "qwen" else self.prefix(module)
+    def layer_prefix(self, module: int, layer: int = 0) -> str:
+        """Return the prefix of the tensor names of a decoder layer of ``module``."""
+        return f"{_NUMBERED[self.layout]}{self.first_layer + module + layer}."
 
-    @property
-    def numbered(self) -> str:
-        """The part of the tensor names before the index of a module."""
-        return _PREFIX[self.layout] + ("layers." if self.layout == "qwen" else "")
+    def norm_prefix(self, module: int) -> str:
+        """Return the prefix of the name of the norm of ``module``, after its layers."""
+        if self.layout == "nemotron":
+            return self.layer_prefix(module, self.layer.num_layers - 1)
+        return self.prefix(module)
 
 
 def _read_qwen(stored: CheckpointFiles) -> MTPConfig:
@@ -123,11 +163,11 @@ def _read_qwen(stored: CheckpointFiles) -> MTPConfig:
     if not whole_model.gated_attention:
         raise CheckpointError(
             f"{stored.file}: model_type={whole_model.model_type!r}: only Qwen3.5 and Qwen3-Next"
-            f" have modules with tensors '{_PREFIX['qwen']}*': give a checkpoint of one of these"
+            f" have modules with tensors '{delta_net.MODULES}*': give a checkpoint of one of these"
         )
     inner = _fields_of_text(stored.raw)
     count = check_fields(inner, {_QWEN_COUNT: whole(1, 100, default=1)}, stored.file)[_QWEN_COUNT]
-    mlp = f"{_PREFIX['qwen']}layers.0.mlp."
+    mlp = f"{_NUMBERED['qwen']}0.mlp."
     layer = _attention_layer(whole_model, is_sparse=f"{mlp}gate.weight" in stored.shapes)
     config = MTPConfig(
         layer, count, "qwen", experts_joined=f"{mlp}experts.gate_up_proj" in stored.shapes
@@ -136,8 +176,47 @@ def _read_qwen(stored: CheckpointFiles) -> MTPConfig:
     return config
 
 
+def _read_nemotron(stored: CheckpointFiles, layer: ModelConfig, count: int) -> MTPConfig:
+    """Read the configuration of the module of a Nemotron 3: a row of blocks, used for each step."""
+    rules: FieldTable = {
+        _NEMOTRON_PATTERN: Field(
+            "text of * and E", lambda value: isinstance(value, str), default=None
+        ),
+        _NEMOTRON_TYPES: texts(default=None),
+    }
+    fields = check_fields(stored.raw, rules, stored.file)
+    name = _NEMOTRON_PATTERN if fields[_NEMOTRON_TYPES] is None else _NEMOTRON_TYPES
+    kinds = mamba2.today([_NEMOTRON_KINDS.get(kind, kind) for kind in fields[name] or ()])
+    if FULL not in kinds or not set(kinds) <= set(_NEMOTRON_KINDS.values()):
+        raise CheckpointError(
+            f"{stored.file}: {name}={show(fields[name])}: only blocks of attention (*) and experts"
+            " (E) are read, and at least one of attention: give a checkpoint with such a module"
+        )
+    sparse = tuple(index for index, kind in enumerate(kinds) if kind == _MOE)
+    if sparse and layer.moe is None:
+        raise CheckpointError(
+            f"{stored.file}: {name}={show(fields[name])}: the target must have experts, too, since"
+            " theirs are the sizes"
+        )
+    of_module = _attention_layer(layer, bool(sparse), num_layers=len(kinds), mlp_layers=sparse)
+    return MTPConfig(of_module, count, "nemotron")
+
+
+def _read_mimo_v2(stored: CheckpointFiles, layer: ModelConfig, count: int) -> MTPConfig:
+    """Read the configuration of the modules of a MiMo-V2: layers with a window and an MLP."""
+    if layer.sliding_window is None:
+        raise CheckpointError(
+            f"{stored.file}: layer_types: a module has the sliding window of the target's layers,"
+            " but none of them has one: give a checkpoint with windowed layers"
+        )
+    # A checkpoint of the family states experts, even if no layer has any.
+    moe = None if layer.moe is None else replace(layer.moe, dense_layers=(0,))
+    of_module = _attention_layer(layer, False, layers=(Layer(),), windowed_layers=(0,), moe=moe)
+    return MTPConfig(of_module, count, "mimo_v2")
+
+
 def _attention_layer(config: ModelConfig, is_sparse: bool, **sizes: Any) -> ModelConfig:
-    """Return the configuration of a hybrid's layer with full attention, with experts or without.
+    """Return the configuration of a module's layers, with experts or without; none keeps a state.
 
     It has no end-of-sequence ids, because the target's apply.
     """
@@ -158,20 +237,24 @@ def _check_counts(stored: CheckpointFiles, config: MTPConfig) -> None:
 
     This must come before the declarations, whose size depends on the counts.
     """
-    count = stored.numbered(config.numbered, config.first_layer)
-    field = _QWEN_COUNT if config.layout == "qwen" else "num_nextn_predict_layers"
-    stored.check_count(field, config.modules, count, "modules")
-    if (
-        (moe := config.layer.moe) is None
-        or not config.layer.is_sparse(config.first_layer)
-        or config.experts_joined
-    ):
+    layer, numbered = config.layer, _NUMBERED[config.layout]
+    count = stored.numbered(numbered, config.first_layer)
+    if config.layout == "nemotron":
+        stored.check_count("blocks of the module", layer.num_layers, count, "blocks")
+    else:
+        field = _QWEN_COUNT if config.layout == "qwen" else _COUNT
+        stored.check_count(field, config.modules, count, "modules")
+    if (moe := layer.moe) is None or config.experts_joined:
         return
+    mlp = "mixer." if config.layout == "nemotron" else "mlp."
     for module in range(config.modules):
-        count = stored.numbered(f"{config.layer_prefix(module)}mlp.experts.")
-        stored.check_count(
-            "the number of experts", moe.num_experts, count, f"experts in module {module}"
-        )
+        for index in range(layer.num_layers):
+            if not layer.is_sparse(config.first_layer + index):
+                continue
+            count = stored.numbered(f"{config.layer_prefix(module, index)}{mlp}experts.")
+            stored.check_count(
+                "the number of experts", moe.num_experts, count, f"experts in module {module}"
+            )
 
 
 def _fields_of_text(raw: Fields) -> Fields:
@@ -181,7 +264,7 @@ def _fields_of_text(raw: Fields) -> Fields:
 
 
 def _has_qwens(tensors: Collection[str]) -> bool:
-    return f"{_PREFIX['qwen']}fc.weight" in tensors
+    return f"{delta_net.MODULES}fc.weight" in tensors
 
 
 def _left_over(config: MTPConfig, stored: CheckpointFiles) -> Collection[str]:
@@ -189,17 +272,17 @@ def _left_over(config: MTPConfig, stored: CheckpointFiles) -> Collection[str]:
 
     They are the target's own tensors, and DeepSeek's copies of embedding and head in a module.
     """
-    prefix = _PREFIX[config.layout]
+    prefix = delta_net.MODULES if config.layout == "qwen" else _NUMBERED[config.layout]
     copies = ("embed_tokens.weight", "embed_tokens.weight_scale_inv", "shared_head.head.weight")
 
     def is_foreign(name: str) -> bool:
         if not name.startswith(prefix):
-            return name.startswith(("model.", "lm_head."))
+            return name.startswith(("model.", "backbone.", "lm_head."))
         number = number_after(prefix, name)
         is_layer = (
             config.layout == "deepseek" and number is not None and number < config.first_layer
         )
-        is_copy = config.layout != "qwen" and name.endswith(copies)
+        is_copy = config.layout not in _ALONE and name.endswith(copies)
         return is_layer or is_copy or name.endswith("rotary_emb.inv_freq")
 
     return [name for name in stored.shapes if is_foreign(name)]
@@ -214,40 +297,68 @@ def recognises(raw: Fields, tensors: Collection[str]) -> bool:
     if tensors and _has_qwens(tensors):
         return True
     has_modules = any(
-        name.startswith(_PREFIX["mimo"]) or name.endswith(".eh_proj.weight") for name in tensors
+        name.startswith(MIMO_MODULES) or name.endswith(".eh_proj.weight") for name in tensors
     )
     if not tensors and _fields_of_text(raw).get(_QWEN_COUNT):
         return True
-    return bool(raw.get("num_nextn_predict_layers")) and (has_modules or not tensors)
+    # MiMo-V2's config.json does not state the number.
+    is_counted = bool(raw.get(_COUNT)) or any(name.startswith(MIMO_V2_MODULES) for name in tensors)
+    return is_counted and (has_modules or not tensors)
+
+
+_MINIMAX: FieldTable = {"use_mtp": flag(default=False), "num_mtp_modules": whole(0, 100, default=0)}
+
+
+def _refuse_unpublished(stored: CheckpointFiles) -> None:
+    """Refuse MiniMax-M2, whose config.json names modules that are not published."""
+    fields = check_fields(stored.raw, _MINIMAX, stored.file)
+    if fields["use_mtp"] or fields["num_mtp_modules"]:
+        raise CheckpointError(
+            f"{stored.file}: use_mtp={show(fields['use_mtp'])},"
+            f" num_mtp_modules={fields['num_mtp_modules']}: MiniMax-M2's modules are not published:"
+            " no checkpoint has their tensors: draft with another method"
+        )
+
+
+def _layout_of(stored: CheckpointFiles, model_type: str) -> Layout:
+    starts: dict[str, Layout] = {MIMO_MODULES: "mimo", MIMO_V2_MODULES: "mimo_v2"}
+    for start, layout in starts.items():
+        if any(name.startswith(start) for name in stored.shapes):
+            return layout
+    return "nemotron" if model_type == NEMOTRON_H.model_type else "deepseek"
 
 
 def read_config(stored: CheckpointFiles) -> MTPConfig:
     """Return the configuration of a checkpoint. Raises `CheckpointError`."""
     if _has_qwens(stored.shapes):
         return _read_qwen(stored)
-    names, rules = stored.shapes, {"num_nextn_predict_layers": whole(1, 100)}
-    count = check_fields(stored.raw, rules, stored.file)["num_nextn_predict_layers"]
+    _refuse_unpublished(stored)
     layer = config_json.parse_drafter_config(stored.raw, stored.file)
-    layout: Layout = (
-        "mimo" if any(name.startswith(_PREFIX["mimo"]) for name in names) else "deepseek"
-    )
-    config = MTPConfig(layer, count, layout, layer.num_layers if layout == "deepseek" else 0)
-    if f"{config.prefix(0)}{_NAMES[layout]['fc']}.weight" not in names:
+    layout = _layout_of(stored, layer.model_type)
+    numbered = stored.numbered(_NUMBERED["mimo_v2"]) if layout == "mimo_v2" else 0
+    rules = {_COUNT: whole(1, 100, default=numbered) if numbered else whole(1, 100)}
+    count = check_fields(stored.raw, rules, stored.file)[_COUNT]
+    if layout == "nemotron":
+        config = _read_nemotron(stored, layer, count)
+    elif layout == "mimo_v2":
+        config = _read_mimo_v2(stored, layer, count)
+    else:
+        first_layer = layer.num_layers if layout == "deepseek" else 0
+        indexer = None if layer.indexer is None else replace(layer.indexer, shared_layers=())
+        one_layer = replace(layer, num_layers=1, indexer=indexer)
+        config = MTPConfig(one_layer, count, layout, first_layer)
+    needed = f"{config.prefix(0)}{_NAMES[layout]['fc']}.weight"
+    if needed not in stored.shapes:
+        alternative = f"' and '{MIMO_MODULES}0.input_proj.weight" * (layout == "deepseek")
         raise CheckpointError(
-            f"{stored.directory}: it lacks 'model.mtp_layers.0.input_proj.weight' and"
-            f" 'model.layers.{layer.num_layers}.eh_proj.weight': MTP modules were left out; give a"
-            " checkpoint with them"
+            f"{stored.directory}: it lacks '{needed}{alternative}': MTP modules were left out; give"
+            " a checkpoint with them"
         )
     _check_counts(stored, config)
-    indexer = None if layer.indexer is None else replace(layer.indexer, shared_layers=())
-    one_layer = replace(layer, num_layers=1, indexer=indexer)
-    is_plain = one_layer.mla is None and one_layer.moe is None
-    return replace(
-        config,
-        layer=(
-            config_json.with_switches(one_layer, names, config.prefix(0)) if is_plain else one_layer
-        ),
-    )
+    layer = config.layer
+    if layout in ("mimo", "deepseek") and layer.mla is None and layer.moe is None:
+        layer = config_json.with_switches(layer, stored.shapes, config.prefix(0))
+    return replace(config, layer=layer)
 
 
 def declare(config: MTPConfig, layout: str) -> Params:
@@ -256,30 +367,47 @@ def declare(config: MTPConfig, layout: str) -> Params:
 
     def declare_module(module: int) -> Params:
         prefix, offset = config.prefix(module), config.layer.norm_offset
-        layer = declarations.declare_layer(
-            config.layer, config.layer_prefix(module), config.first_layer
-        )
+        layers = [
+            declarations.declare_layer(
+                config.layer, config.layer_prefix(module, index), config.first_layer + index
+            )
+            for index in range(config.layer.num_layers)
+        ]
         return {
             "hidden_norm": norm(prefix + names["hidden_norm"], hidden, offset),
             "embed_norm": norm(prefix + names["embed_norm"], hidden, offset),
             "fc": matrix(prefix + names["fc"], (2 * hidden, None), (hidden, None)),
-            "layers": [layer],  # with experts, if the target's layers have them
-            "norm": norm(prefix + names["norm"], hidden, offset),
+            "layers": layers,  # with experts, if the target's layers have them
+            "norm": norm(config.norm_prefix(module) + names["norm"], hidden, offset),
         }
 
     declared = {"modules": [declare_module(module) for module in range(config.modules)]}
-    if config.layout != "qwen":
+    if config.layout in ("mimo", "deepseek"):
         return declared
     family = FAMILIES[config.layer.model_type]
     joined = [group.name for group in family.fused_where_stored if config.experts_joined]
-    return family.store(declared, shapes=dict.fromkeys(joined, ()))
+    stored = family.store(declared, shapes=dict.fromkeys(joined, ()))
+    if config.layout != "mimo_v2":
+        return stored
+    return jax.tree.map(
+        lambda param: replace(
+            param, name=param.name.replace("post_attention_layernorm", "pre_mlp_layernorm")
+        ),
+        stored,
+    )
 
 
 def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> JsonObject:
     config: MTPConfig = drafter.config
-    layers = config.first_layer if config.layout == "deepseek" else 1
-    content = config_json.format_config(replace(config.layer, num_layers=layers), dtype)
-    count = _QWEN_COUNT if config.layout == "qwen" else "num_nextn_predict_layers"
+    layer = config.layer
+    if config.layout == "deepseek":
+        layer = replace(layer, num_layers=config.first_layer)
+    content = config_json.format_config(layer, dtype)
+    count = _QWEN_COUNT if config.layout == "qwen" else _COUNT
+    if config.layout == "nemotron":
+        content[_NEMOTRON_TYPES] = [
+            FULL if layer.has_mixer(index) else _MOE for index in range(layer.num_layers)
+        ]
     return content | {"architectures": ["MTPDrafter"], count: config.modules}
 
 
@@ -391,22 +519,15 @@ class MTP(FeatureDrafter):
         # MiMo's modules join the state first, all others the embedding.
         joined = jnp.concatenate(parts if self.config.layout == "mimo" else parts[::-1], axis=-1)
         turn = rotations(config.rope, config.head_dim, positions)
-        x, entry = decoder_layer(
-            params["layers"][0],
-            config,
-            linear(params, "fc", joined),
-            turn,
-            mask,
-            past[0],
-            self.mesh,
-        )
-        return (normed(params, "norm", config, x) if self._hands_on_normed else x), (entry,)
-
-    def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
-        if self._hands_on_normed:
-            return target.head(states)
-        norms = jnp.stack([params["norm"] for params in self.params["modules"]])
-        return target.head(rms_norm(states, norms[module], self.sizes.norm_eps))
+        x, entries = linear(params, "fc", joined), ()
+        for index, (layer, before) in enumerate(zip(params["layers"], past, strict=True)):
+            window = config.window_of(index)
+            visible = None if mask is None else in_window(mask, positions, window)
+            x, entry = decoder_layer(
+                layer, config.of_layer(index), x, turn, visible, before, self.mesh
+            )
+            entries += (entry,)
+        return normed(params, "norm", config, x), entries
 
     def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level: one of the modules with its part of the cache."""
@@ -421,7 +542,3 @@ class MTP(FeatureDrafter):
         return DraftingReads(
             level=(self.params["modules"][-1], module_state, target.head_as_stored)
         )
-
-    @property
-    def _hands_on_normed(self) -> bool:
-        return self.config.layout != "deepseek"

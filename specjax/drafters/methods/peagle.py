@@ -5,7 +5,6 @@ after another. P-EAGLE reads a trained vector and the embedding of a mask token 
 same at every depth, so all depths run together.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import jax
@@ -23,7 +22,6 @@ from specjax.drafters.methods.eagle3 import Eagle3
 from specjax.drafters.trained import CheckpointFormat
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
-from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
 from specjax.models.transformer import Target
@@ -117,15 +115,6 @@ class PEagle(Eagle3):
 
     # --- drafting ---
 
-    def check(self, target: Target) -> None:
-        super().check(target)
-        window = self.sizes.sliding_window
-        if self.sizes.windowed_layers and window is not None and self.draft_shape.depth > window:
-            raise InputError(
-                f"draft={self.draft}: it is {self.draft_shape.depth} deep, but layers of this"
-                f" drafter see only the newest {window} pairs; give a draft of at most that depth"
-            )
-
     # A client could receive the features, but it could not draft while it waits for a verdict: at
     # tokens without features the network was trained to read placeholders, and nothing else.
     @property
@@ -147,9 +136,7 @@ class PEagle(Eagle3):
 
         def in_window(piece: Piece) -> Piece:
             if isinstance(piece, Filled):
-                return replace(
-                    piece, since=first if piece.since is None else jnp.maximum(piece.since, first)
-                )
+                return piece  # the base class has hidden what is before the window
             assert isinstance(piece, tuple)
             entry, visible = piece
             if visible is None:
@@ -181,7 +168,10 @@ class PEagle(Eagle3):
         positions = state.cache.length[:, None] + jnp.arange(below)
         causal = jnp.tril(jnp.ones((1, below, below), bool))
         states, _ = self.run(
-            *self.placeholders(target, batch, below), positions, causal, self._past(state.cache, 0)
+            *self.placeholders(target, batch, below),
+            positions,
+            causal,
+            self._past(state.cache, 0, positions),
         )
         return jnp.concatenate([state.newest, states.astype(state.newest.dtype)], axis=1)
 

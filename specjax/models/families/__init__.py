@@ -30,6 +30,7 @@ from specjax.models.families.minimax_m2 import MINIMAX_M2
 from specjax.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from specjax.models.families.mistral import MISTRAL, MISTRAL_THAT_SEES
 from specjax.models.families.mixtral import MIXTRAL
+from specjax.models.families.muse_glimmer import MUSE_GLIMMER, MUSE_GLIMMER_TEXT
 from specjax.models.families.nemotron_h import NEMOTRON_H
 from specjax.models.families.olmo3 import OLMO3
 from specjax.models.families.olmo_hybrid import OLMO_HYBRID
@@ -100,6 +101,8 @@ FAMILIES: dict[str, Family] = {
     "kimi_linear": KIMI_LINEAR,
     "step3p5": STEP3P5,
     "step3p7": STEP3P7,
+    "muse_glimmer_text": MUSE_GLIMMER_TEXT,
+    "muse_glimmer": MUSE_GLIMMER,
 }
 """The families by the ``model_type`` of config.json."""
 

@@ -27,6 +27,9 @@ from specjax.models.fields import (
     whole,
 )
 
+MODULES = "model.mtp."
+"""The prefix of the names of MTP modules' tensors."""
+
 _SHARE = 0.334
 _ROPES = {FULL: Rope(theta=5e6, turned=_SHARE), WINDOWED: Rope(theta=1e4, turned=_SHARE)}
 _BY_LAYER = Field(
@@ -153,5 +156,5 @@ MIMO_V2_FLASH = Family(
     parse=_parse,
     format=_format,
     names={"self_attn.sinks": "self_attn.attention_sink_bias"},
-    left_over=lambda _: ("model.mtp.*",),
+    left_over=lambda _: (f"{MODULES}*",),
 )

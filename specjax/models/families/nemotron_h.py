@@ -15,6 +15,9 @@ from specjax.models.families.ropes import FULL
 from specjax.models.fields import Fields, FieldTable, JsonObject, flag, number, text, whole
 from specjax.models.memory import Mamba2
 
+MODULES = "mtp."
+"""The prefix of the names of MTP modules' tensors."""
+
 _MLP, _MOE = "mlp", "moe"
 _LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _MOE}
 """The kinds of layers in ``hybrid_override_pattern``."""
@@ -185,5 +188,5 @@ NEMOTRON_H = Family(
         Fused(f"mlp.experts.{name}_proj", (f"mlp.experts.{{}}.{name}_proj.weight",))
         for name in ("up", "down")
     ),
-    left_over=lambda _: ("mtp.*",),
+    left_over=lambda _: (f"{MODULES}*",),
 )

@@ -255,6 +255,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "swiglu_limits_shared": [0.2, None],
         },
     ),
+    "muse_glimmer": (
+        "MuseGlimmer",
+        _SIZES | {"sliding_window": 5, "layer_types": [_WINDOWED, _FULL]},
+    ),
     "qwen3_vl": ("Qwen3VL", _SIZES),
     "qwen3_vl_moe": ("Qwen3VLMoe", _SIZES | _EXPERTS),
     "kimi_k25": ("Kimi_K25", _DEEPSEEK),
@@ -268,6 +272,7 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLText", zoo.VISION),
     "qwen3_vl_moe": ("Qwen3VLMoeText", zoo.VISION),
     "step3p7": ("Step3p7Text", zoo.STEP_VISION),
+    "muse_glimmer": ("MuseGlimmerText", zoo.MUSE_VISION),
     "kimi_k25": (
         "DeepseekV3",
         {

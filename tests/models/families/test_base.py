@@ -70,7 +70,7 @@ def test_each_line_of_the_table_is_the_family_of_that_model_type() -> None:
     gemma4 = dict.fromkeys(("gemma4", "gemma4_unified", "gemma4_unified_text"), "gemma4_text")
     qwen = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
     rest = {"mimo": "qwen2", "gemma3": "gemma3_text", "mistral3": "ministral3"}
-    rest |= {"llama4": "llama4_text", "step3p7": "step3p5"}
+    rest |= {"llama4": "llama4_text", "step3p7": "step3p5", "muse_glimmer": "muse_glimmer_text"}
     rest |= {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
     rest |= {"qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
     assert aliases == rest | gemma4 | qwen

@@ -50,8 +50,20 @@ def read_by_transformers(directory, dtype="float32"):
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     raw = json.loads((directory / "config.json").read_text())
-    if raw["model_type"] == "step3p5":  # transformers has a head only for the model that sees, too
-        raw = {"model_type": "step3p7", "text_config": raw, "vision_config": zoo.STEP_VISION}
+    seeing = {
+        "step3p5": ("step3p7", zoo.STEP_VISION),
+        "muse_glimmer_text": ("muse_glimmer", zoo.MUSE_VISION),
+    }
+    if raw["model_type"] in seeing:  # transformers has a head only for the model that sees, too
+        name, vision = seeing[raw["model_type"]]
+        if name == "muse_glimmer":
+            tensors = load_file(directory / "model.safetensors")
+            renamed = {
+                tensor.replace("model.", "model.language_model.", 1): value
+                for tensor, value in tensors.items()
+            }
+            save_file(renamed, directory / "model.safetensors", {"format": "pt"})
+        raw = {"model_type": name, "text_config": raw, "vision_config": vision}
         (directory / "config.json").write_text(json.dumps(raw))
         return AutoModelForImageTextToText.from_pretrained(
             directory, dtype=dtype, attn_implementation="eager"

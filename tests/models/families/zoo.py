@@ -125,6 +125,16 @@ STEP_VISION: dict[str, Any] = {
 }
 """The vision tower of a Step-3.7."""
 
+MUSE_VISION: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+"""The vision tower of a Muse Glimmer."""
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2",
@@ -550,6 +560,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": STEP_VISION,
         },
     ),
+    "muse_glimmer": (
+        "MuseGlimmer",
+        {
+            "text_config": SIZES
+            | {
+                "sliding_window": 5,
+                "num_hidden_layers": 5,
+                "final_logit_softcapping": 3.0,
+                "qk_scale_factor": 1.5,
+                "output_multiplier": 0.4,
+                "post_norm_eps": 1e-3,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            },
+            "vision_config": MUSE_VISION,
+        },
+    ),
     "mimo_v2_flash": (
         "MiMoV2Flash",
         {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -593,7 +619,7 @@ ONE_OF_EACH_KIND = (
     *("gemma2", "gemma4 E2B", "gpt_oss", "olmo3", "qwen3_5", "qwen3_next", "kimi_k2", "mixtral"),
     *("glm4", "glm4_moe_lite", "qwen3_vl_moe", "minimax_m2", "hunyuan_v1_dense", "deepseek_v32"),
     *("glm_moe_dsa", "granitemoehybrid", "falcon_h1", "nemotron_h with experts", "lfm2_moe"),
-    *("olmo_hybrid", "kimi_linear", "step3p7", "mimo_v2_flash"),
+    *("olmo_hybrid", "kimi_linear", "step3p7", "mimo_v2_flash", "muse_glimmer"),
 )
 """One model of each kind of layer. In some tests the others are thorough."""
 
