@@ -142,8 +142,8 @@ class Together(Drafter[PartStates]):
                 f" {len(self.parts)} drafters; give one shape for each"
             )
         indices = self._drafting_indices
-        others = (part for index, part in enumerate(self.parts) if index not in indices)
-        for part in (*self.drafting, *others):
+        idle = (part for index, part in enumerate(self.parts) if index not in indices)
+        for part in (*self.drafting, *idle):
             part.check(target)
 
     # --- what the parts need of the target ---

@@ -434,17 +434,17 @@ class UnionTree(DraftShape):
             >>> specjax.UnionTree((specjax.Chain(4), specjax.Chain(8)), slots=(4, 2)).splits
             ()
         """
-        (first, *rest), (count, *others) = self.shapes, self.slots or ()
+        (first, *rest), (count, *rest_slots) = self.shapes, self.slots or ()
         is_whole = self.slots == tuple(shape.nodes - 1 for shape in self.shapes)
-        if not is_whole or not count or not any(others):
+        if not is_whole or not count or not any(rest_slots):
             return ()
         splits: list[DraftShape] = [first]
         if isinstance(first, Chain) and first.length > 1:
             few = replace(first, length=max(1, first.length // 4))
             splits.append(UnionTree((few, *rest)))
         elif count // 4 >= first.depth:
-            splits.append(UnionTree(self.shapes, (count // 4, *others)))
-        return (*splits, UnionTree(self.shapes, (0, *others)))
+            splits.append(UnionTree(self.shapes, (count // 4, *rest_slots)))
+        return (*splits, UnionTree(self.shapes, (0, *rest_slots)))
 
     def __str__(self) -> str:
         """Return a short description."""

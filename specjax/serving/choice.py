@@ -215,7 +215,7 @@ class DraftChoice:
         # What is measured in one region says little about another one. So drafts are tried in each
         # of them, and each has a clock. It advances by the time of one step per call, because the
         # number of steps per call does not depend on the draft.
-        self._clocks: Counter[str] = Counter()
+        self._clocks: dict[str, float] = {}
         self._last_used: dict[tuple[str, int], float] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._since_tried: Counter[str] = Counter()
@@ -323,9 +323,10 @@ class DraftChoice:
         choice = self._first_trial(region, current, promising)
         if choice is None:
             choice = self._trial(width, current, indices, region)
-        self._clocks[region] += self.seconds[width, choice]  # pyright: ignore[reportArgumentType]
+        clock = self._clocks.get(region, 0.0) + self.seconds[width, choice]
+        self._clocks[region] = clock
         for index in (choice, *self._shares.get(choice, ())):
-            self._last_used[region, index] = self._clocks[region]
+            self._last_used[region, index] = clock
             self._calls[region, index] += 1
         return self._count(width, choice)
 
@@ -370,7 +371,10 @@ class DraftChoice:
 
     def _trial(self, width: int, current: int, indices: Sequence[int], region: str) -> int:
         """Return the draft of ``indices`` that is due for a trial, or else the ``current`` one."""
-        idle, clock = [index for index in indices if index != current], self._clocks[region]
+        idle, clock = (
+            [index for index in indices if index != current],
+            self._clocks.get(region, 0.0),
+        )
         last_used = {index: self._last_used.get((region, index), 0.0) for index in idle}
         due = [
             index
@@ -478,8 +482,8 @@ def _shares(
     union: UnionTree, drafts: Sequence[DraftShape | Copies | None]
 ) -> dict[int, Literal["first", "others"]]:
     """Return the indices of ``drafts`` that are a union's first part alone, or its other parts."""
-    (shape, *rest), (slot, *others) = union.shapes, union.slots or ()
-    without_first = (0, *others), tuple(rest)
+    (shape, *rest), (slot, *rest_slots) = union.shapes, union.slots or ()
+    without_first = (0, *rest_slots), tuple(rest)
     shares: dict[int, Literal["first", "others"]] = {}
     for index, draft in enumerate(drafts if slot else ()):
         if draft == shape and slot == shape.nodes - 1:

@@ -24,7 +24,7 @@ CONTEXTS = (*map(str, _CONTEXT_LIMITS), "more")
 
 
 class RowKind(NamedTuple):
-    """What a row is writing at the start of a decode call.
+    """The region and the context length of a row at the start of a decode call.
 
     Attributes:
         region: the region.

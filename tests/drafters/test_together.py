@@ -354,7 +354,7 @@ def test_an_engine_divides_the_slots_of_a_union_and_measures_its_parts(target) -
         before = engine.statistics.parts
         choice = engine._loop.choice
         index = drafts.index(splits[0])
-        for _ in range(30):
+        for _ in range(12):
             assert texts(speculation=union.draft_shape) == expected
         statistics = engine.statistics
     first, second = statistics.parts

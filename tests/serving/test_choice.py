@@ -435,7 +435,7 @@ def test_the_mean_of_a_kind_is_that_of_a_slow_oracle() -> None:
 def simulate_regions(seed: int, *, by_kind: bool, cycles: int = 12) -> tuple[float, list[list]]:
     """Run texts that think and answer in turn, and return tokens per second and the choices.
 
-    With ``by_kind`` the choice is told the regions.
+    With ``by_kind`` the choice knows the regions.
     """
     draw, choice = np.random.default_rng(seed), DraftChoice(DRAFTS, seconds_by([2]))
     tokens, spent, chosen = 0, 0.0, []
@@ -471,9 +471,9 @@ def test_each_region_has_its_own_draft_at_once(seed: int) -> None:
     }
     best = {region: int(np.argmax(rates[region])) for region in rates}
     assert best["thinking"] != best["answer"]
-    told, chosen = simulate_regions(seed, by_kind=True)
-    untold, _ = simulate_regions(seed, by_kind=False)
-    assert told > 1.05 * untold
+    informed, chosen = simulate_regions(seed, by_kind=True)
+    without, _ = simulate_regions(seed, by_kind=False)
+    assert informed > 1.05 * without
     late = chosen[8:]
     for number, calls in enumerate(late):
         expected = best["answer" if number % 2 else "thinking"]
@@ -606,12 +606,12 @@ def test_a_call_with_a_union_measures_its_parts() -> None:
 def test_parts_are_not_tried_while_their_union_measures_them() -> None:
     """Let the union be the best, and compare with a choice that does not know of parts."""
     chances = (0.75, 0.75)
-    told, untold = (
+    informed, without = (
         simulate_parts(chances, drafting=0.0001, tells_parts=tells)[1] for tells in (True, False)
     )
-    assert told[1] > 300
-    assert told[2] + told[4] <= 2
-    assert untold[2] + untold[4] > 2
+    assert informed[1] > 300
+    assert informed[2] + informed[4] <= 2
+    assert without[2] + without[4] > 2
 
 
 def test_a_chain_of_its_own_is_no_part_of_a_union_with_fewer_slots() -> None:
