@@ -58,7 +58,7 @@ def thought_tokens(tokenizer: Any, texts: Sequence[str] | None = None) -> Though
                 " neighbours, so a thought cannot be told by its tokens; give texts that are added"
                 " tokens"
             )
-    return ThoughtTokens(tuple(begin), tuple(end), _answer_ids(tokenizer, stated[0]))
+    return ThoughtTokens(tuple(begin), tuple(end), answer_tokens(tokenizer, stated[0]))
 
 
 _NEIGHBOURS = ("\n", "\n\n")
@@ -74,6 +74,24 @@ def _merged_text(tokenizer: Any, mark: str, ids: Sequence[int]) -> str:
         if encode_continuation(tokenizer, neighbour + mark)[-count:] != list(ids):
             return neighbour + mark
     return ""
+
+
+def mark_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text that marks a part of an answer.
+
+    () if it has none, or if its tokens depend on what stands beside it.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax.thoughts import mark_tokens
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> tokenizer.decode(mark_tokens(tokenizer, "<tool_call>"))
+        '<tool_call>'
+        >>> mark_tokens(tokenizer, "")
+        ()
+    """
+    ids = encode_continuation(tokenizer, text) if text else []
+    return () if not ids or _merged_text(tokenizer, text, ids) else tuple(ids)
 
 
 def encoded(budget: Any, tokenizer: Any) -> Any:
@@ -172,12 +190,23 @@ def _end(tokenizer: Any, after: str) -> str:
     return special or text.splitlines()[0].strip()
 
 
-def _answer_ids(tokenizer: Any, begin: str) -> tuple[int, ...]:
-    """Return the tokens that begin an answer in a prompt, up to the text that begins a thought."""
+def answer_tokens(tokenizer: Any, begin: str = "") -> tuple[int, ...]:
+    """Return the tokens that begin an answer in a prompt; () if they are not known.
+
+    Args:
+        tokenizer: a tokenizer of transformers, with a chat template.
+        begin: the text that begins a thought. What comes from it on does not count.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax.thoughts import answer_tokens
+        >>> answer_tokens(specjax.load("embedded").tokenizer)  # it has no chat template
+        ()
+    """
     prompt = {"role": "user", "content": _QUESTION}
     for rendered in _rendered(tokenizer, [prompt], prompts=(True,)):
-        opening = _between(rendered, _QUESTION, None)
-        opening = (opening or "").partition(begin)[0].strip()
+        opening = _between(rendered, _QUESTION, None) or ""
+        opening = (opening.partition(begin)[0] if begin else opening).strip()
         return tuple(encode_continuation(tokenizer, opening)) if opening else ()
     return ()
 

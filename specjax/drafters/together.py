@@ -41,7 +41,8 @@ class Together(Drafter[PartStates]):
     drawing them.
 
     If a batch fills fewer nodes than there is room for, the step runs with the smallest of three
-    compiled numbers of nodes that holds them. So a part that offers nothing costs little.
+    compiled numbers of nodes that holds them. So a part that offers nothing costs little. A part
+    with no slots does not draft, and keeps its state up to date.
 
     Attributes:
         parts: the drafters, in the order of their nodes.
@@ -86,13 +87,23 @@ class Together(Drafter[PartStates]):
 
     @property
     def drafting(self) -> tuple[Drafter, ...]:
-        """The parts with the shapes that they draft now, the first alone or all of them."""
+        """The parts that draft now, the first alone or those with slots, with their shapes."""
         shape = self.draft_shape
         shapes = shape.shapes if isinstance(shape, UnionTree) else (shape,)
         return tuple(
-            part if part.draft_shape == shape else replace(part, draft=shape)  # pyright: ignore[reportArgumentType] - every drafter is a dataclass
-            for part, shape in zip(self.parts, shapes, strict=False)
+            self.parts[index]
+            if self.parts[index].draft_shape == shapes[index]
+            else replace(self.parts[index], draft=shapes[index])  # pyright: ignore[reportArgumentType] - every drafter is a dataclass
+            for index in self._drafting_indices
+            if index < len(self.parts)  # `check` refuses a shape of more parts
         )
+
+    @property
+    def _drafting_indices(self) -> tuple[int, ...]:
+        """The indices of the parts that draft now."""
+        shape = self.draft_shape
+        slots = shape.slots if isinstance(shape, UnionTree) else (1,)
+        return tuple(index for index, slot in enumerate(slots or ()) if slot)
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -119,7 +130,7 @@ class Together(Drafter[PartStates]):
         # shortest draft of one part.
         least = max(
             1 + min(part.node_counts[0] - 1, slot)
-            for part, slot in zip(self.drafting, shape.slots, strict=True)
+            for part, slot in zip(self.drafting, filter(None, shape.slots), strict=True)
         )
         return tuple(sorted({least, (least + shape.nodes + 1) // 2, shape.nodes}))
 
@@ -130,8 +141,9 @@ class Together(Drafter[PartStates]):
                 f"draft={shape}: it has {len(shape.shapes)} parts, but there are"
                 f" {len(self.parts)} drafters; give one shape for each"
             )
-        drafting = self.drafting
-        for part in (*drafting, *self.parts[len(drafting) :]):
+        indices = self._drafting_indices
+        idle = (part for index, part in enumerate(self.parts) if index not in indices)
+        for part in (*self.drafting, *idle):
             part.check(target)
 
     # --- what the parts need of the target ---
@@ -199,11 +211,13 @@ class Together(Drafter[PartStates]):
         cache: Any = None,
     ) -> tuple[Draft, PartStates]:
         drafting, shape, reads = self.drafting, self.draft_shape, self.reads(target.config)
+        places = self._drafting_indices
+        before = [state[place] for place in places]
         if isinstance(shape, UnionTree) and not sampling.coupled:
             # A merged draft has no q. A chosen token is accepted more often than a drawn one then.
             sampling = replace(sampling, greedy=True)
         drafts, proposed = [], []
-        for part, part_state in zip(drafting, state, strict=False):
+        for part, part_state in zip(drafting, before, strict=True):
             layers = [reads.index(layer) for layer in part.reads(target.config)]
             caches = {"cache": cache.of_layers(layers)} if layers else {}
             part_keys = keys[: part.draft_shape.depth]
@@ -214,21 +228,22 @@ class Together(Drafter[PartStates]):
             proposed.append(after)
         if isinstance(shape, UnionTree):
             assert shape.slots is not None
-            merged, indices = merge(drafts, shape.slots)
+            merged, indices = merge(drafts, tuple(filter(None, shape.slots)))
+            offered_by = merged.offered_by
+            assert offered_by is not None
         else:
             merged = drafts[0]
             first = jnp.arange(merged.tokens.shape[1], dtype=jnp.int32)
             indices = (jnp.broadcast_to(first, merged.tokens.shape),)
-            by_first = jnp.pad(merged.drafted, ((0, 0), (1, 0)))[..., None]
-            is_first = jnp.arange(len(self.parts)) == 0
-            merged = replace(merged, offered_by=by_first & is_first)
-        after_merge = [
-            part.after_merge(part_state, after, part_nodes)
-            for part, part_state, after, part_nodes in zip(
-                drafting, state, proposed, indices, strict=False
-            )
-        ]
-        return merged, (*after_merge, *state[len(drafting) :])
+            offered_by = jnp.pad(merged.drafted, ((0, 0), (1, 0)))[..., None]
+        by_all = jnp.zeros((*merged.tokens.shape, len(self.parts)), bool)
+        merged = replace(merged, offered_by=by_all.at[..., jnp.array(places)].set(offered_by))
+        states = list(state)
+        for place, part, part_state, after, part_nodes in zip(
+            places, drafting, before, proposed, indices, strict=True
+        ):
+            states[place] = part.after_merge(part_state, after, part_nodes)
+        return merged, tuple(states)
 
     def update(
         self,
@@ -264,9 +279,10 @@ class Together(Drafter[PartStates]):
     def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of all parts. Parts differ in depth, so all are those of a step."""
         drafting = self.drafting
+        states = [state[index] if state else () for index in self._drafting_indices]
         reads = [
             part.drafting_reads(target, part_state, cache)
-            for part, part_state in zip(drafting, state or [()] * len(drafting), strict=False)
+            for part, part_state in zip(drafting, states, strict=True)
         ]
         return DraftingReads(
             step=tuple(

@@ -1,6 +1,6 @@
 """The shapes of drafts. The user selects a shape, and the drafter fills it with tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -415,6 +415,36 @@ class UnionTree(DraftShape):
             branching=sum(map(min, slots, (shape.branching for shape in shapes))),
             width=max(shape.width for shape in shapes),
         )
+
+    @property
+    def splits(self) -> tuple[DraftShape, ...]:
+        """Other divisions of the nodes among the same parts, from which an engine may choose.
+
+        They are the first part alone; a quarter of the first part beside all of the others; and the
+        others without the first part. There are none if a part has fewer slots than its shape has
+        nodes, because somebody has chosen these.
+
+        Examples:
+            >>> union = specjax.UnionTree((specjax.Chain(4), specjax.Chain(8)))
+            >>> for split in union.splits:
+            ...     print(split)
+            chain of 4
+            union of (chain of 1; chain of 8), 10 nodes, 8 deep
+            union of (chain of 4, cut to 0; chain of 8), 9 nodes, 8 deep
+            >>> specjax.UnionTree((specjax.Chain(4), specjax.Chain(8)), slots=(4, 2)).splits
+            ()
+        """
+        (first, *rest), (count, *rest_slots) = self.shapes, self.slots or ()
+        is_whole = self.slots == tuple(shape.nodes - 1 for shape in self.shapes)
+        if not is_whole or not count or not any(rest_slots):
+            return ()
+        splits: list[DraftShape] = [first]
+        if isinstance(first, Chain) and first.length > 1:
+            few = replace(first, length=max(1, first.length // 4))
+            splits.append(UnionTree((few, *rest)))
+        elif count // 4 >= first.depth:
+            splits.append(UnionTree(self.shapes, (count // 4, *rest_slots)))
+        return (*splits, UnionTree(self.shapes, (0, *rest_slots)))
 
     def __str__(self) -> str:
         """Return a short description."""

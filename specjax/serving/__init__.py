@@ -13,6 +13,7 @@ from specjax.serving.device import ClientDrafts
 from specjax.serving.engine import Engine, EngineStatistics, follow
 from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError, TokenLogprobs
 from specjax.serving.scheduler import QueueFullError
+from specjax.serving.totals import KindCounts
 
 __all__ = [
     "ClientDrafts",
@@ -23,6 +24,7 @@ __all__ = [
     "EngineError",
     "EngineStatistics",
     "Handle",
+    "KindCounts",
     "Piece",
     "QueueFullError",
     "RowDropped",

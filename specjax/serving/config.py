@@ -15,7 +15,7 @@ from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.pausable import ROOM, Pausable
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.names import as_shape
-from specjax.drafts.shapes import Chain, DraftShape
+from specjax.drafts.shapes import Chain, DraftShape, UnionTree
 from specjax.drafts.speculation import NO_LIMIT, DraftLimit, Stated
 from specjax.errors import InputError
 from specjax.grammars import GrammarCompiler, ThoughtTokens
@@ -378,6 +378,8 @@ def _shapes(
             return (None,)
         default = drafter.draft_shape
         drafts = (None, Chain(min(default.depth, 3)), default)
+        if isinstance(default, UnionTree):
+            drafts = (*drafts, *default.splits)
     if isinstance(drafts, str) or not drafts:
         raise InputError(f"drafts={drafts!r}: give a sequence of shapes, such as (None, 'chain:3')")
     shapes = tuple(dict.fromkeys(None if draft is None else as_shape(draft) for draft in drafts))

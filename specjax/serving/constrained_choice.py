@@ -14,10 +14,10 @@ is used. Texts do not depend on the choice.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specjax.serving.choice import LATENCY, TRIALS, DraftChoice
+from specjax.serving.choice import LATENCY, TRIALS, DraftChoice, Kind
 
 MEMORY = 400
 """The number of row steps after which the weight of a masked step's tokens has fallen to 1/e."""
@@ -163,6 +163,7 @@ class ConstrainedChoice:
         most: int | None = None,
         copies: bool = False,
         drafts: bool = True,
+        kinds: Mapping[Kind, int] | None = None,
     ) -> Call:
         """Return the call to make.
 
@@ -175,6 +176,7 @@ class ConstrainedChoice:
             most: the largest number of steps of a free call now; None: the usual one.
             copies: whether some row has a prediction, so that masked steps copy.
             drafts: whether some row may draft. If not, only forced tokens are drafted.
+            kinds: the number of rows that draft, by kind, as in `DraftChoice.choose`.
         """
         width, free_width = widths
         longest = max(forced, default=0)
@@ -187,8 +189,9 @@ class ConstrainedChoice:
             calls[kind] = Call(kind), tokens, self._of_draft(width, kind)
         if draft is not None:
             most = self._steps if most is None else most
+            tokens = self._free.tokens_a_step(draft, kinds=kinds)
             candidates = [
-                self._of_free(width, free_width, rows, leaving, draft, steps)
+                self._of_free(width, free_width, rows, leaving, draft, steps, tokens)
                 for steps in sorted({1, 2, 4, most})
                 if steps <= most
             ]
@@ -251,9 +254,10 @@ class ConstrainedChoice:
         leaving: Sequence[float],
         draft: int,
         steps: int,
+        tokens_a_step: float,
     ) -> tuple[Call, float, float]:
         """Return a free call, and its expected tokens and seconds, replay included."""
-        emitted = steps * self._free.tokens_a_step(draft)
+        emitted = steps * tokens_a_step
         stays = [(1 - rate) ** emitted for rate in leaving]
         kept_tokens = sum(
             emitted if rate <= 0 else (1 - stay) * (1 - rate) / rate

@@ -33,6 +33,8 @@ from specjax.serving.device import MAX_WORD_TOKENS, MAX_WORDS, ClientDrafts
 from specjax.serving.engine_loop import EngineLoop
 from specjax.serving.handle import Handle, OutputOptions
 from specjax.serving.pages import Tenant
+from specjax.serving.region_marks import region_marks
+from specjax.serving.row_kinds import RegionReader
 from specjax.serving.scheduler import Scheduler
 from specjax.serving.statistics import EngineStatistics
 from specjax.templates import Settings, check_is_chat
@@ -97,7 +99,8 @@ class Engine:
             rows: the largest number of texts that are generated together.
             drafts: shapes of drafts, as `specjax.load` takes them. The engine chooses among them by
                 load; None among them is plain decoding. The default is None, a short chain, and the
-                drafter's own shape.
+                drafter's own shape. Of a `specjax.Together` without stated slots, these are divided
+                in up to three more ways (`specjax.UnionTree.splits`).
             capacity: the maximal length of a text in tokens, prompt and output together. The
                 default is the number of positions of the models, at most
                 `specjax.serving.memory.USUAL_CAPACITY`.
@@ -188,6 +191,7 @@ class Engine:
             )
         sizes = config.sizes
         self._config, self.target, self.tokenizer = config, config.target, config.tokenizer
+        self._region_marks = region_marks(config.tokenizer, config.thought_texts)
         self.default_sampling = config.default_sampling
         self.page = sizes.page
         self.chunk = sizes.chunk
@@ -351,6 +355,7 @@ class Engine:
             matcher=matcher,
             biases=self._biases(params),
             store=store,
+            regions=RegionReader(self._region_marks, tokens),
         )
         if not is_whole(priority) or not -(2**31) <= priority < 2**31:
             raise InputError(f"priority={priority!r}: must be a whole number of 32 bits")

@@ -12,6 +12,7 @@ state belongs to this thread alone, and is used without the lock.
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from specjax.drafters.pausable import ROOM
 from specjax.errors import InputError, LogitsError
 from specjax.grammars import Matcher
 from specjax.models.cache import groups_of
-from specjax.serving.choice import Copies, DraftChoice
+from specjax.serving.choice import Copies, DraftChoice, Kind, RowResults
 from specjax.serving.clients import ClientRow, Clients
 from specjax.serving.config import EngineConfig
 from specjax.serving.constrained_calls import ConstrainedCalls
@@ -54,9 +55,10 @@ from specjax.serving.handle import (
 )
 from specjax.serving.pages import Tenant
 from specjax.serving.programs import Programs
+from specjax.serving.row_kinds import RowKind
 from specjax.serving.scheduler import PrefillChunk, Request, RereadChunk, Scheduler
 from specjax.serving.statistics import EngineStatistics, PartStatistics, copies_of, difference
-from specjax.serving.totals import Totals
+from specjax.serving.totals import RowTokens, Totals
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -234,6 +236,7 @@ class EngineLoop:
                 parts=self._parts(),
                 draft=self._draft,
                 drafts=self.choice.table(),
+                kinds=dict(self._total.kinds),
                 forced_tokens=self._constrained.counts.forced_tokens,
                 illegal_nodes=self._constrained.counts.illegal_nodes,
                 mask_seconds=self._constrained.counts.mask_seconds,
@@ -833,7 +836,8 @@ class EngineLoop:
         requests = filter(None, map(self.scheduler.request_of, running))
         options = [self.handles[request].output_options for request in requests]
         free_width, indices = self._free_programs()
-        draft = self.choice.fastest(free_width, indices)
+        kinds = self._kinds()
+        draft = self.choice.fastest(free_width, indices, kinds)
         width = next(width for width in device.masked_widths if width >= len(running))
         if logprobs := any(it.logprobs is not None for it in options):
             width, free_width, draft = self.sizes.rows, self.sizes.rows, device.reporting
@@ -849,6 +853,7 @@ class EngineLoop:
             steps,
             copies=copies,
             drafts=drafts,
+            kinds=kinds,
         )
         if call.kind == "free":
             return call, *self._choose()
@@ -957,8 +962,19 @@ class EngineLoop:
                 plain=self.device.plain,
                 is_measuring=is_measuring,
                 drafting=num_drafting / len(running),
+                kinds=self._kinds(),
             ),
             False,
+        )
+
+    def _kinds(self) -> Counter[Kind]:
+        """Return the number of running rows that draft, by kind. Needs the lock."""
+        requests = filter(None, map(self.scheduler.request_of, self.scheduler.running))
+        pairs = ((request, self.handles[request]) for request in requests)
+        return Counter(
+            _kind(request, handle)
+            for request, handle in pairs
+            if handle.output_options.speculation.depth > 0
         )
 
     def _catch_up(self, table: np.ndarray) -> None:
@@ -1018,17 +1034,21 @@ class EngineLoop:
             self._counters["calls"] += 1
             rows: list[int] = []
             went_back = [] if has_left is None else np.flatnonzero(has_left).tolist()
+            kinds = {row: _kind(*pair) for row, pair in snapshot.items()}
+            tokens: list[RowTokens] = []
             for row, (request, handle) in snapshot.items():
                 if row in went_back:
                     continue
                 try:
-                    self._record_row(progress, row, request, handle)
+                    tokens.append(self._record_row(progress, row, request, handle, kinds[row]))
                 except Exception as error:  # only this text ends
                     self._give_up(request, handle, error)
                     continue
                 rows.append(row)
             # Count all rows at once, because a few numpy operations per row would delay the device.
-            self._total.add(difference(progress.stats, self._device_stats, rows))
+            of_rows = difference(progress.stats, self._device_stats, rows)
+            self._total.add(of_rows)
+            self._total.add_kinds(of_rows, tokens)
             # The draft is judged by what rows that went back emitted, too: it was drafted for free
             # text. A draft that copies predictions is judged by the rows that have one, and every
             # draft by the rows that may draft as deep as it does.
@@ -1042,6 +1062,7 @@ class EngineLoop:
                 if snapshot[row][1].output_options.speculation.depth >= depth
             ]
             of_draft = difference(progress.stats, self._device_stats, judging)
+            by_kind = _by_kind(of_draft, [kinds[row] for row in judging])
             before, self._device_stats = self._device_stats, copies_of(progress.stats)
             for now, earlier in zip(
                 vars(self._device_stats).values(), vars(before).values(), strict=True
@@ -1053,34 +1074,39 @@ class EngineLoop:
                     seconds=seconds,
                     is_upper_bound=is_upper_bound,
                     steps=int(stats.steps.max(initial=0)),
-                    row_steps=int(of_draft.steps.sum()),
-                    emitted=int(of_draft.histogram.sum(axis=0) @ np.arange(self.device.depth + 2)),
-                    accepted_at=of_draft.accepted_at.sum(axis=0),
+                    **vars(_results(of_draft)),
+                    by_kind=by_kind,
                 )
             return bool(self.scheduler.running)
 
     def _record_row(
-        self, progress: device_rows.Progress, row: int, request: Request, handle: Handle
-    ) -> None:
-        """Record the new tokens of one row. Needs the lock."""
+        self,
+        progress: device_rows.Progress,
+        row: int,
+        request: Request,
+        handle: Handle,
+        kind: RowKind,
+    ) -> RowTokens:
+        """Record the new tokens of one row of some ``kind``, and return them. Needs the lock."""
         matched = 0 if progress.matched is None else int(progress.matched[row])
         handle.take_stats(
             Stats(*(values[row : row + 1] for values in vars(progress.stats).values())), matched
         )
-        if self.scheduler.request_of(row) is request:  # it was not cancelled meanwhile
-            row_progress = self._row_progress(progress, row, request, handle)
-            if (matcher := handle.output_options.matcher) is not None:
-                matcher.append(row_progress.tokens)
-                is_full = int(progress.lengths[row]) >= request.max_length
-                if row_progress.done and not is_full and matcher.is_stuck:
-                    raise matcher.stuck_error([row])
-            has_failed = row_progress.error is not None
-            self.scheduler.decoded(
-                row, row_progress.tokens, row_progress.done, has_failed=has_failed
-            )
-            if row_progress.done:
-                del self.handles[request]
-            self._undelivered.append((handle, row_progress))
+        if self.scheduler.request_of(row) is not request:  # it was cancelled meanwhile
+            return RowTokens(kind)
+        row_progress = self._row_progress(progress, row, request, handle)
+        if (matcher := handle.output_options.matcher) is not None:
+            matcher.append(row_progress.tokens)
+            is_full = int(progress.lengths[row]) >= request.max_length
+            if row_progress.done and not is_full and matcher.is_stuck:
+                raise matcher.stuck_error([row])
+        has_failed = row_progress.error is not None
+        self.scheduler.decoded(row, row_progress.tokens, row_progress.done, has_failed=has_failed)
+        if row_progress.done:
+            del self.handles[request]
+        self._undelivered.append((handle, row_progress))
+        runs = handle.output_options.regions.append(row_progress.tokens)
+        return RowTokens(kind, runs, row_progress.accepted)
 
     def _row_progress(
         self, progress: device_rows.Progress, row: int, request: Request, handle: Handle
@@ -1167,6 +1193,37 @@ class EngineLoop:
                 with self.wake:
                     self.scheduler.cut(handle.request, length)
                     self.handles.pop(handle.request, None)
+
+
+def _kind(request: Request, handle: Handle) -> RowKind:
+    """Return what a text is writing, and how long it is."""
+    return RowKind.of(handle.output_options.regions.region, len(request.tokens))
+
+
+def _results(stats: Stats) -> RowResults:
+    """Return the counters ``[B]`` of a call's rows as the choice of a draft takes them."""
+    histogram = np.asarray(stats.histogram).sum(axis=0)
+    has_parts = stats.accepted_by.shape[1] > 0
+    return RowResults(
+        row_steps=int(stats.steps.sum()),
+        emitted=int(histogram @ np.arange(len(histogram))),
+        accepted_at=np.asarray(stats.accepted_at.sum(axis=0)),
+        by_first=int(stats.accepted_by[:, 0].sum()) if has_parts else None,
+        by_others=int(stats.accepted.sum() - stats.accepted_only_by[:, 0].sum())
+        if has_parts
+        else None,
+    )
+
+
+def _by_kind(stats: Stats, kinds: Sequence[RowKind]) -> dict[Kind, RowResults]:
+    """Return the results of rows by kind, from their counters ``[B]``."""
+    if len(set(kinds)) == 1:
+        return {kinds[0]: _results(stats)}
+    of_kind = {kind: [it == kind for it in kinds] for kind in kinds}
+    return {
+        kind: _results(Stats(*(values[rows] for values in vars(stats).values())))
+        for kind, rows in of_kind.items()
+    }
 
 
 def _longest(host_tokens: Mapping[Request, Sequence[int]]) -> int:

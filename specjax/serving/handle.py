@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -18,6 +18,7 @@ from specjax.errors import LogitsError
 from specjax.evaluation import metrics
 from specjax.grammars import Matcher
 from specjax.pipeline import Generation
+from specjax.serving.row_kinds import RegionReader
 from specjax.serving.scheduler import Request
 from specjax.text import GrowingText
 from specjax.token_biases import TokenBiases
@@ -106,6 +107,7 @@ class OutputOptions:
             None: it has neither.
         store: whether the text drafts from earlier answers of its tenant, and is one of them
             itself.
+        regions: the region of the answer that the text is in. The engine's thread owns it.
     """
 
     logprobs: int | None = None
@@ -116,6 +118,7 @@ class OutputOptions:
     matcher: Matcher | None = None
     biases: TokenBiases | None = None
     store: bool = True
+    regions: RegionReader = field(default_factory=RegionReader)
 
     @property
     def copies(self) -> bool:

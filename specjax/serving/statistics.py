@@ -8,6 +8,8 @@ import numpy as np
 
 from specjax.decoding.stats import Stats
 from specjax.serving.clients import ClientStatistics
+from specjax.serving.row_kinds import CONTEXTS, REGIONS, RowKind
+from specjax.serving.totals import KindCounts
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class EngineStatistics:
         parts: the counters of each part of the drafter; () if it has no parts.
         draft: the draft that the newest decode call used.
         drafts: the measurements that the choice of a draft depends on, see `DraftChoice.table`.
+        kinds: the counters of texts by region and range of context lengths. Their sums are
+            ``generated``, ``drafted_steps``, ``drafted`` and ``accepted``.
         forced_tokens: tokens that grammars forced, drafted without a drafter and emitted.
         illegal_nodes: drafted nodes of masked steps that their grammar did not allow.
         mask_seconds: the seconds in which the host made masks, and checked the tokens of calls
@@ -67,6 +71,8 @@ class EngineStatistics:
         >>> statistics = engine.statistics
         >>> statistics.running, statistics.prompt_tokens_read  # the last token is read by decoding
         (0, 5)
+        >>> statistics.regions["answer"].generated, statistics.context_lengths["256"].generated
+        (8, 8)
     """
 
     waiting: int
@@ -86,6 +92,7 @@ class EngineStatistics:
     parts: tuple[PartStatistics, ...]
     draft: str
     drafts: list[dict[str, object]]
+    kinds: dict[RowKind, KindCounts]
     forced_tokens: int
     illegal_nodes: int
     mask_seconds: float
@@ -93,6 +100,33 @@ class EngineStatistics:
     clients: ClientStatistics
     compiled: int
     programs: int
+
+    @property
+    def regions(self) -> dict[str, KindCounts]:
+        """The counters by region: "thinking", "answer" and "tool_call".
+
+        Regions are told by the tokens that begin and end them. A model for which these are not
+        known writes an answer alone.
+        """
+        return {
+            name: KindCounts.sum(
+                counts for kind, counts in self.kinds.items() if kind.region == name
+            )
+            for name in REGIONS
+        }
+
+    @property
+    def context_lengths(self) -> dict[str, KindCounts]:
+        """The counters by the length of the context at the start of a decode call.
+
+        The names are the largest lengths in tokens: "256", "1024" and so on, and "more".
+        """
+        return {
+            name: KindCounts.sum(
+                counts for kind, counts in self.kinds.items() if kind.context == name
+            )
+            for name in CONTEXTS
+        }
 
 
 def copies_of(stats: Stats) -> Any:

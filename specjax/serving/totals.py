@@ -1,12 +1,100 @@
 """The counters of an engine since it was made, over all of its texts."""
 
 import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specjax.decoding.stats import Stats
+from specjax.serving.row_kinds import Region, RowKind
+
+
+class KindCounts(NamedTuple):
+    """The counters of texts in one region, or in one range of context lengths.
+
+    Attributes:
+        steps: forward passes of the target, counted per row.
+        generated: generated tokens.
+        drafted_steps: steps with a draft.
+        drafted: drafted tokens.
+        accepted: drafted tokens that were accepted and emitted.
+
+    Examples:
+        >>> from specjax.serving import KindCounts
+        >>> counts = KindCounts.sum([KindCounts(1, 4, 1, 3, 3), KindCounts(2, 4, 2, 6, 2)])
+        >>> counts.generated, counts.drafted
+        (8, 9)
+        >>> round(counts.acceptance_length, 2)  # tokens per step
+        2.67
+    """
+
+    steps: int = 0
+    generated: int = 0
+    drafted_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """The tokens per step; 0 before the first step."""
+        return self.generated / self.steps if self.steps else 0.0
+
+    @classmethod
+    def sum(cls, counts: Iterable["KindCounts"]) -> "KindCounts":
+        """Return the sums."""
+        return cls(*map(sum, zip(*counts, cls(), strict=True)))
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """The tokens that a row generated in one call.
+
+    Attributes:
+        kind: the kind of the row at the start of the call.
+        runs: the regions of the tokens in their order, each with its number of tokens.
+        accepted: for each token, whether it was drafted and accepted.
+
+    Examples:
+        >>> from specjax.serving.row_kinds import RowKind
+        >>> from specjax.serving.totals import KindCounts, RowTokens
+        >>> runs = [("thinking", 3), ("answer", 3)]
+        >>> tokens = RowTokens(RowKind("thinking", "256"), runs, [True, True, False] * 2)
+        >>> divided = tokens.by_region(KindCounts(2, 6, drafted_steps=2, drafted=7, accepted=4))
+        >>> [(region, counts.steps, counts.drafted) for region, counts in divided]
+        [('thinking', 1, 3), ('answer', 1, 4)]
+    """
+
+    kind: RowKind
+    runs: Sequence[tuple[Region, int]] = ()
+    accepted: Sequence[bool] = ()
+
+    def by_region(self, total: KindCounts) -> list[tuple[Region, KindCounts]]:
+        """Divide the counters of the call by region.
+
+        A step belongs to the region of its last token, which the target has sampled itself. The
+        device does not report the drafted tokens of each step, so they are divided by the steps.
+        """
+        if len(self.runs) < 2:
+            return [(self.runs[0][0] if self.runs else self.kind.region, total)]
+        divided, before, begin = [], KindCounts(), 0
+        for number, (region, count) in enumerate(self.runs, start=1):
+            begin += count
+            accepted = sum(self.accepted[:begin])
+            steps = begin - accepted
+            upto = KindCounts(
+                steps,
+                begin,
+                total.drafted_steps * steps // max(1, total.steps),
+                total.drafted * steps // max(1, total.steps),
+                accepted,
+            )
+            # The last step of a text may end with a drafted token.
+            upto = total if number == len(self.runs) else upto
+            divided.append((region, KindCounts(*map(operator.sub, upto, before))))
+            before = upto
+        return divided
 
 
 @dataclass
@@ -26,6 +114,7 @@ class Totals:
         drafted_by: drafted tokens that each part of the drafter offered.
         accepted_by: tokens among them that were accepted and emitted.
         accepted_only_by: those that no other part offered.
+        kinds: the counters of texts by region and range of context lengths.
 
     Examples:
         >>> from specjax.serving.totals import Totals
@@ -44,6 +133,7 @@ class Totals:
     drafted_by: list[int] = field(default_factory=list)
     accepted_by: list[int] = field(default_factory=list)
     accepted_only_by: list[int] = field(default_factory=list)
+    kinds: dict[RowKind, KindCounts] = field(default_factory=dict)
 
     @property
     def drafted_steps(self) -> int:
@@ -64,6 +154,21 @@ class Totals:
         self.drafted_by = _added(self.drafted_by, _sums(stats.drafted_by))
         self.accepted_by = _added(self.accepted_by, _sums(stats.accepted_by))
         self.accepted_only_by = _added(self.accepted_only_by, _sums(stats.accepted_only_by))
+
+    def add_kinds(self, stats: Stats, rows: Sequence[RowTokens]) -> None:
+        """Add the counters ``[B]`` of a call to those of kinds, with the tokens of each row."""
+        histogram = np.asarray(stats.histogram)
+        columns = (
+            np.asarray(stats.steps),
+            histogram @ np.arange(histogram.shape[1]),
+            np.asarray(stats.drafted_at).max(axis=1, initial=0),
+            np.asarray(stats.drafted),
+            np.asarray(stats.accepted),
+        )
+        for row, *counts in zip(rows, *(column.tolist() for column in columns), strict=True):
+            for region, of_region in row.by_region(KindCounts(*counts)):
+                kind = RowKind(region, row.kind.context)
+                self.kinds[kind] = KindCounts.sum([self.kinds.get(kind, KindCounts()), of_region])
 
 
 def _sums(counts: Any) -> Any:

@@ -299,6 +299,73 @@ def test_rows_of_a_mesh_have_the_texts_of_plain_decoding(target) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("slots", [(0, 4), (3, 0)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_part_without_slots_keeps_up_and_drafts_nothing(target, slots, temperature) -> None:
+    """Compare with the other part alone, and let the idle part draft again afterwards."""
+    parts = draft_model(Chain(3)), PromptLookup(draft=4)
+    union = Together(parts, slots=slots)
+    options = {"max_new_tokens": 20, "rule": "coupled", "sampling": Sampling(temperature)}
+    plain = specjax.generate(target, None, PROMPTS, LENGTHS, **options)
+    result = specjax.generate(target, union, PROMPTS, LENGTHS, **options)
+    alone = specjax.generate(target, parts[slots[0] == 0], PROMPTS, LENGTHS, **options)
+    assert np.array_equal(result.tokens, plain.tokens)
+    assert np.array_equal(result.stats.histogram[:, :4], alone.stats.histogram[:, :4])
+    idle = slots.index(0)
+    assert not result.stats.drafted_by[:, idle].any()
+    assert np.array_equal(result.stats.accepted_by[:, 1 - idle], result.stats.accepted)
+    # The state of the idle part is that of a part that has read the text.
+    both = Together(parts, slots=(3, 4))
+    with Engine(
+        target, both, drafts=(union.draft_shape, both.draft_shape), rows=1, capacity=32
+    ) as it:
+        tokens = [
+            it.submit([1, 4, 2, 1, 4, 2], max_new_tokens=20, speculation=draft).result().tokens
+            for draft in (union.draft_shape, both.draft_shape)
+        ]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.full
+def test_an_engine_divides_the_slots_of_a_union_and_measures_its_parts(target) -> None:
+    """Check the texts under each division, and what calls with the union say of the first part."""
+    parts = draft_model(Chain(4)), Fixed(jnp.array([1, 4, 2]), draft=Chain(3))
+    union = Together(parts)
+    splits = union.draft_shape.splits  # pyright: ignore[reportAttributeAccessIssue]
+    plain = specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=20)
+    with Engine(target, union, rows=3, widths=(3,), capacity=32) as engine:
+        drafts = engine._config.choices
+        assert drafts == (None, Chain(3), union.draft_shape, *splits)
+
+        def texts(**options) -> list[list[int]]:
+            handles = [
+                engine.submit(prompt[:length].tolist(), max_new_tokens=20, **options)
+                for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+            ]
+            return [list(handle.result().tokens) for handle in handles]
+
+        expected = [
+            tokens[length : length + 20].tolist()
+            for tokens, length in zip(plain.tokens, LENGTHS, strict=True)
+        ]
+        for draft in (union.draft_shape, *splits):
+            assert texts(speculation=draft) == expected
+        assert texts() == expected
+        before = engine.statistics.parts
+        choice = engine._loop.choice
+        index = drafts.index(splits[0])
+        for _ in range(12):
+            assert texts(speculation=union.draft_shape) == expected
+        statistics = engine.statistics
+    first, second = statistics.parts
+    assert first.accepted > before[0].accepted and second.accepted > before[1].accepted
+    alone = specjax.generate(target, parts[0], PROMPTS, LENGTHS, max_new_tokens=20)
+    tokens_a_step = 60 / alone.stats.steps.sum()
+    assert choice.tokens_a_step(index) == pytest.approx(tokens_a_step, rel=0.15)
+    assert choice.tokens_a_step(index) < choice.tokens_a_step(drafts.index(union.draft_shape))
+
+
+@pytest.mark.full
 def test_an_engine_turns_from_a_union_to_the_first_part_and_counts_by_part(target) -> None:
     parts = PromptLookup(draft=3), TokenRecycling(successors=2, draft=Chain(3))
     union = Together(parts)

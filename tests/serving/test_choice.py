@@ -1,13 +1,14 @@
 """Tests of the rule that chooses drafts, on known numbers and on a made-up machine."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from specjax.drafts.shapes import Chain, DraftShape, StaticTree, complete_tree
-from specjax.serving.choice import TRIALS, TRY_UNKNOWN, DraftChoice
+from specjax.drafts.shapes import Chain, DraftShape, StaticTree, UnionTree, complete_tree
+from specjax.serving.choice import TRIALS, TRY_UNKNOWN, DraftChoice, Kind, RowResults
 
 TREE = StaticTree(complete_tree((2, 2, 2)))
 DRAFTS = (None, Chain(3), Chain(7), TREE)
@@ -345,3 +346,278 @@ def test_drafts_are_tried_once_in_a_while_until_their_seconds_are_known() -> Non
     assert set(choice.seconds) == {(1, 0), (1, 1), (1, 2)}
     assert set(chosen) == {0, 1, 2}  # the tree is not ready
     assert choice.choose(1, ready=[0, 1, 2]) != 0
+
+
+# --- kinds of rows --------------------------------------------------------------------------------
+
+THINKING, ANSWER, LONG_ANSWER = ("thinking", "256"), ("answer", "256"), ("answer", "1024")
+CHANCES = {"thinking": 0.92, "answer": 0.15}
+
+
+def survival_of(draft: DraftShape | None, chance: float, row_steps: int) -> np.ndarray:
+    """Return how often a draft is accepted to each depth, on average; 0 beyond its own depth."""
+    depth = depth_of(draft)
+    return np.pad(row_steps * chance ** np.arange(1, depth + 1), (0, 7 - depth))
+
+
+def record_kind(choice: DraftChoice, index: int, kind: Kind, chance: float, row_steps: int) -> None:
+    """Record the average result of a call whose rows are all of one kind."""
+    accepted = survival_of(choice.drafts[index], chance, row_steps)
+    emitted = round(row_steps + accepted.sum())
+    choice.record(
+        4,
+        index,
+        seconds=None,
+        steps=STEPS,
+        row_steps=row_steps,
+        emitted=emitted,
+        accepted_at=accepted,
+        by_kind={kind: RowResults(row_steps, emitted, accepted)},
+    )
+
+
+@pytest.mark.parametrize("index", [2, 3])
+def test_the_tokens_of_a_call_are_the_mean_over_its_rows(index: int) -> None:
+    choice = DraftChoice(DRAFTS, seconds_by([4]))
+    for _ in range(100):
+        for kind in (THINKING, ANSWER):
+            record_kind(choice, index, kind, CHANCES[kind[0]], 64)
+    tokens = [tokens_of(DRAFTS[index], CHANCES[kind[0]]) for kind in (THINKING, ANSWER)]
+    for kind, expected in zip((THINKING, ANSWER), tokens, strict=True):
+        assert choice.tokens_a_step(index, kinds={kind: 3}) == pytest.approx(expected, rel=0.01)
+    mixed = choice.tokens_a_step(index, drafting=0.5, kinds={THINKING: 1, ANSWER: 3})
+    assert mixed == pytest.approx(1 + 0.5 * ((tokens[0] + 3 * tokens[1]) / 4 - 1), rel=0.01)
+    assert min(tokens) < choice.tokens_a_step(index) < max(tokens)
+
+
+def test_a_kind_with_few_steps_counts_as_its_region_and_a_new_region_as_all() -> None:
+    choice = DraftChoice(DRAFTS, seconds_by([4]))
+    for _ in range(100):
+        record_kind(choice, 3, ANSWER, 0.25, 64)
+    of_answers = choice.tokens_a_step(3, kinds={ANSWER: 1})
+    assert choice.tokens_a_step(3, kinds={LONG_ANSWER: 1}) == pytest.approx(of_answers, rel=1e-3)
+    assert choice.tokens_a_step(3, kinds={THINKING: 1}) == choice.tokens_a_step(3)
+    before = choice.tokens_a_step(3, kinds={LONG_ANSWER: 1})
+    estimates = []
+    for _ in range(100):
+        record_kind(choice, 3, LONG_ANSWER, 0.9, 8)
+        estimates.append(choice.tokens_a_step(3, kinds={LONG_ANSWER: 1}))
+    assert before < estimates[0] < tokens_of(TREE, 0.9) - 0.5
+    assert estimates == sorted(estimates)
+    assert estimates[-1] == pytest.approx(tokens_of(TREE, 0.9), rel=0.02)
+
+
+def test_the_mean_of_a_kind_is_that_of_a_slow_oracle() -> None:
+    """Compare with weights that are computed anew from all results."""
+    draw, choice = np.random.default_rng(0), DraftChoice(DRAFTS, seconds_by([4]))
+    results: dict[Kind, list[tuple[int, float]]] = {}
+    for _ in range(40):
+        kind = (THINKING, ANSWER, LONG_ANSWER)[draw.integers(3)]
+        row_steps, chance = int(draw.integers(1, 60)), float(draw.random())
+        record_kind(choice, 3, kind, chance, row_steps)
+        emitted = round(row_steps + survival_of(TREE, chance, row_steps).sum())
+        for group in (kind[:0], kind[:1], kind):
+            results.setdefault(group, []).append((row_steps, emitted))
+
+    def mean(group: Kind) -> float:
+        expected, weight = tokens_of(TREE, 0.8) if not group else mean(group[:-1]), 16.0
+        entries = [(4.0 if not group else weight, 0.0), *results[group]]
+        ages = np.cumsum([steps for steps, _ in results[group]][::-1])[::-1]
+        fades = np.exp(-np.append(ages, 0.0) / 400)
+        steps = np.array([steps for steps, _ in entries])
+        tokens = np.array([entries[0][0] * expected, *(tokens for _, tokens in entries[1:])])
+        return float((fades * tokens).sum() / (fades * steps).sum())
+
+    for kind in (THINKING, ANSWER, LONG_ANSWER):
+        assert choice.tokens_a_step(3, kinds={kind: 2}) == pytest.approx(mean(kind))
+
+
+def simulate_regions(seed: int, *, by_kind: bool, cycles: int = 12) -> tuple[float, list[list]]:
+    """Run texts that think and answer in turn, and return tokens per second and the choices.
+
+    With ``by_kind`` the choice knows the regions.
+    """
+    draw, choice = np.random.default_rng(seed), DraftChoice(DRAFTS, seconds_by([2]))
+    tokens, spent, chosen = 0, 0.0, []
+    for kind in [THINKING, ANSWER] * cycles:
+        chosen.append([])
+        for _ in range(15):
+            index = choice.choose(2, kinds={kind: 2} if by_kind else None)
+            depth = depth_of(DRAFTS[index])
+            would_accept = draw.random((2 * STEPS, depth)) < CHANCES[kind[0]]
+            accepted = np.pad(np.cumprod(would_accept, axis=1).sum(0), (0, 7 - depth))
+            emitted = 2 * STEPS + int(accepted.sum())
+            results = {"row_steps": 2 * STEPS, "emitted": emitted, "accepted_at": accepted}
+            seconds = STEPS * costs(2)[index]
+            choice.record(
+                2,
+                index,
+                seconds=seconds,
+                steps=STEPS,
+                **results,
+                by_kind={kind: RowResults(**results)} if by_kind else None,
+            )
+            tokens, spent = tokens + emitted, spent + seconds
+            chosen[-1].append(index)
+    return tokens / spent, chosen
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_region_has_its_own_draft_at_once(seed: int) -> None:
+    """Compare with the best draft of each region, and with one number of tokens for all regions."""
+    rates = {
+        region: [tokens_of(draft, chance) / costs(2)[i] for i, draft in enumerate(DRAFTS)]
+        for region, chance in CHANCES.items()
+    }
+    best = {region: int(np.argmax(rates[region])) for region in rates}
+    assert best["thinking"] != best["answer"]
+    informed, chosen = simulate_regions(seed, by_kind=True)
+    without, _ = simulate_regions(seed, by_kind=False)
+    assert informed > 1.05 * without
+    late = chosen[8:]
+    for number, calls in enumerate(late):
+        expected = best["answer" if number % 2 else "thinking"]
+        assert calls[:3].count(expected) >= 2  # from the first calls of the region on
+        assert calls.count(expected) >= 12
+
+
+def test_a_draft_that_is_used_in_one_region_is_tried_in_another() -> None:
+    """Let the current draft of thoughts be the best of answers, too, although it looks bad there.
+
+    What a draft was measured to do in other regions must not keep it from being tried.
+    """
+    drafts = (StaticTree(complete_tree((3,))), TREE)
+    choice = DraftChoice(drafts, {(1, 0): 0.010, (1, 1): 0.012})
+    tokens = {("thinking", 0): 1.9, ("thinking", 1): 1.2, ("answer", 0): 1.1, ("answer", 1): 3.0}
+    chosen: dict[str, list[int]] = {"thinking": [], "answer": []}
+    for kind in [THINKING] * 200 + [ANSWER, THINKING] * 100:
+        index = choice.choose(1, kinds={kind: 1})
+        emitted = round(STEPS * tokens[kind[0], index])
+        results: dict = {"row_steps": STEPS, "emitted": emitted, "accepted_at": np.zeros(3)}
+        by_kind = {kind: RowResults(**results)}
+        choice.record(1, index, seconds=None, steps=STEPS, **results, by_kind=by_kind)
+        chosen[kind[0]].append(index)
+    assert chosen["answer"][40:].count(1) >= 55
+    assert chosen["thinking"][200:].count(0) >= 90
+
+
+# --- the parts of a union -------------------------------------------------------------------------
+
+UNION = UnionTree((Chain(4), Chain(8)))
+SPLITS = (None, UNION, *UNION.splits)
+
+
+def split_seconds(drafting: float = 0.002) -> list[float]:
+    """Return the seconds of a step with each of `SPLITS`.
+
+    The first part takes ``drafting`` seconds for each of its levels, and a node takes 0.2 ms.
+    """
+    levels = [0, 4, 4, 1, 0]
+    nodes = [0 if draft is None else draft.nodes - 1 for draft in SPLITS]
+    return [0.01 + drafting * it + 0.0002 * n for it, n in zip(levels, nodes, strict=True)]
+
+
+def call_of_parts(
+    index: int, draw: np.random.Generator, chances: tuple[float, float], rows: int
+) -> RowResults:
+    """Return the results of a call in which each part follows the target with a chance of its own.
+
+    A row's step accepts the longer of the parts' paths.
+    """
+    lengths = {1: (4, 8), 2: (4, 0), 3: (1, 8), 4: (0, 8)}.get(index, (0, 0))
+    steps = rows * STEPS
+    agreed = [
+        np.cumprod(draw.random((steps, length)) < chance, axis=1).sum(1) if length else [0] * steps
+        for length, chance in zip(lengths, chances, strict=True)
+    ]
+    accepted = np.maximum(*agreed)
+    at = (np.arange(8) < accepted[:, None]).sum(0)
+    return RowResults(
+        steps, steps + int(accepted.sum()), at, int(sum(agreed[0])), int(sum(agreed[1]))
+    )
+
+
+def simulate_parts(
+    chances: tuple[float, float],
+    *,
+    drafting: float = 0.002,
+    tells_parts: bool = True,
+    calls: int = 400,
+    seed: int = 0,
+) -> tuple[float, Counter, DraftChoice]:
+    """Return the tokens per second of a machine, and how often each of `SPLITS` was chosen."""
+    draw, seconds = np.random.default_rng(seed), split_seconds(drafting)
+    choice = DraftChoice(SPLITS, {(2, index): it for index, it in enumerate(seconds)})
+    if not tells_parts:
+        choice._shares = {}
+    tokens, spent, chosen = 0, 0.0, Counter()
+    for _ in range(calls):
+        index = choice.choose(2, kinds={ANSWER: 2})
+        results = call_of_parts(index, draw, chances, rows=2)
+        time = STEPS * seconds[index]
+        choice.record(
+            2, index, seconds=time, steps=STEPS, **vars(results), by_kind={ANSWER: results}
+        )
+        tokens, spent = tokens + results.emitted, spent + time
+        chosen[index] += 1
+    return tokens / spent, chosen, choice
+
+
+def rate_of(index: int, chances: tuple[float, float]) -> float:
+    draw = np.random.default_rng(9)
+    results = call_of_parts(index, draw, chances, rows=2000)
+    return 2 * results.emitted / results.row_steps / split_seconds()[index]
+
+
+@pytest.mark.parametrize(
+    ("chances", "best"),
+    [
+        ((0.7, 0.0), 2),  # the second part never offers what is accepted: the first alone
+        ((0.05, 0.9), 4),  # it copies, and the first is no good: without the first
+        ((0.0, 0.0), 0),  # nothing pays
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_split_of_a_union_is_the_fastest(
+    chances: tuple[float, float], best: int, seed: int
+) -> None:
+    rates = [rate_of(index, chances) for index in range(len(SPLITS))]
+    assert int(np.argmax(rates)) == best
+    rate, chosen, _ = simulate_parts(chances, seed=seed)
+    assert chosen.most_common(1)[0][0] == best
+    assert rate > 0.95 * rates[best]
+
+
+def test_a_call_with_a_union_measures_its_parts() -> None:
+    """Compare with calls with the parts alone: the estimates agree, and no trial is needed."""
+    chances, draw = (0.6, 0.4), np.random.default_rng(3)
+    choice = DraftChoice(SPLITS, {(2, index): it for index, it in enumerate(split_seconds())})
+    for _ in range(300):
+        results = call_of_parts(1, draw, chances, rows=8)
+        choice.record(2, 1, seconds=None, steps=STEPS, **vars(results), by_kind={ANSWER: results})
+    for index in (2, 4):
+        alone = call_of_parts(index, draw, chances, rows=4000)
+        expected = alone.emitted / alone.row_steps
+        assert choice.tokens_a_step(index) == pytest.approx(expected, rel=0.04)
+        assert choice.tokens_a_step(index, kinds={ANSWER: 1}) == choice.tokens_a_step(index)
+    assert choice.tokens_a_step(3) == DraftChoice(SPLITS, {}).tokens_a_step(3)  # not measured
+
+
+def test_parts_are_not_tried_while_their_union_measures_them() -> None:
+    """Let the union be the best, and compare with a choice that does not know of parts."""
+    chances = (0.75, 0.75)
+    informed, without = (
+        simulate_parts(chances, drafting=0.0001, tells_parts=tells)[1] for tells in (True, False)
+    )
+    assert informed[1] > 300
+    assert informed[2] + informed[4] <= 2
+    assert without[2] + without[4] > 2
+
+
+def test_a_chain_of_its_own_is_no_part_of_a_union_with_fewer_slots() -> None:
+    cut = UnionTree((Chain(4), Chain(8)), (2, 8))
+    choice = DraftChoice((None, cut, Chain(4)), {})
+    before = choice.tokens_a_step(2)
+    results: dict = {"row_steps": 80, "emitted": 90, "accepted_at": [10, *[0] * 7]}
+    choice.record(1, 1, seconds=None, steps=10, **results, by_first=0, by_others=10)
+    assert choice.tokens_a_step(2) == before

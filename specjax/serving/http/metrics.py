@@ -6,6 +6,7 @@ reads slowly does not make the engine look slow.
 """
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from specjax.serving.handle import Handle
+from specjax.serving.row_kinds import CONTEXTS, REGIONS
 from specjax.serving.sessions import SessionStatistics
+from specjax.serving.totals import KindCounts
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _LOOK_SECONDS = 0.2
@@ -208,6 +211,7 @@ class _EngineCollector:
         for position, accepted in enumerate(statistics.accepted_at):
             by_position.add_metric([self._model, str(position)], accepted)
         yield by_position
+        yield from self._collect_kinds(statistics)
         in_use = GaugeMetricFamily(
             "specjax:draft_in_use", "1: it was used last.", labels=["model_name", "draft"]
         )
@@ -232,6 +236,25 @@ class _EngineCollector:
                 "specjax:client_preemptions", suspended, statistics.clients.preempted
             )
             yield from self._collect_sessions(self._sessions)
+
+    def _collect_kinds(self, statistics: Any) -> Iterator[Metric]:
+        """Yield the counters by region and range of context lengths, also those that are 0."""
+        families = {
+            "steps": ("specjax:steps", "Passes of the target, counted per text."),
+            "generated": ("specjax:generation_tokens", "Generated tokens."),
+            "drafted_steps": ("specjax:spec_decode_num_drafts", "Steps with a draft."),
+            "drafted": ("specjax:spec_decode_num_draft_tokens", "Drafted tokens."),
+            "accepted": ("specjax:spec_decode_num_accepted_tokens", "Accepted drafted tokens."),
+        }
+        for field, (name, about) in families.items():
+            labels = ["model_name", "region", "context_length"]
+            family = CounterMetricFamily(
+                name, f"{about} By region and largest context length.", labels=labels
+            )
+            for region, context in itertools.product(REGIONS, CONTEXTS):
+                counts = statistics.kinds.get((region, context), KindCounts())
+                family.add_metric([self._model, region, context], getattr(counts, field))
+            yield family
 
     def _collect_grammars(self, statistics: Any) -> Iterator[Metric]:
         forced = "Tokens that grammars forced, drafted without a drafter."

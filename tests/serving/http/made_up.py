@@ -19,7 +19,9 @@ from specjax.serving.http import run
 from specjax.serving.http.app import make_app
 from specjax.serving.http.protocol import ConnectionLimits
 from specjax.serving.http.service import AppOptions, Service
+from specjax.serving.row_kinds import RowKind
 from specjax.serving.scheduler import QueueFullError
+from specjax.serving.totals import KindCounts
 
 VOCABULARY = 1024
 CAPACITY = 64
@@ -168,6 +170,10 @@ class MadeUpEngine:
             "accepted": 7,
             "accepted_at": (4, 2, 1),
             "draft": "chain:3",
+            "kinds": {
+                RowKind("thinking", "256"): KindCounts(4, 11, 3, 9, 6),
+                RowKind("answer", "more"): KindCounts(3, 4, 2, 6, 1),
+            },
         }
 
     @property

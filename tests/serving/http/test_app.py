@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import specjax
 from specjax.assets import embedded
@@ -627,8 +628,25 @@ def test_metrics() -> None:
         },
         f"vllm:inter_token_latency_seconds_count{of}": 12,
         'specjax:draft_in_use{draft="chain:3",model_name="tiny"}': 1,
+        **{
+            f'specjax:{name}_total{{context_length="256",model_name="tiny",region="thinking"}}': it
+            for name, it in {
+                "steps": 4,
+                "generation_tokens": 11,
+                "spec_decode_num_drafts": 3,
+                "spec_decode_num_draft_tokens": 9,
+                "spec_decode_num_accepted_tokens": 6,
+            }.items()
+        },
     }
     assert {line: metric(text, line) for line in expected} == expected
+    # Series exist from the start, as 0, and add up to those of vLLM's names.
+    families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        samples = families[f"specjax:spec_decode_num_{name}"]
+        assert len({(it.labels["region"], it.labels["context_length"]) for it in samples}) == 18
+        total = metric(text, f"vllm:spec_decode_num_{name}_total{of}")
+        assert sum(it.value for it in samples) == total
     between = metric(text, f"vllm:inter_token_latency_seconds_sum{of}") / 12
     assert 0.01 < between < 0.04  # the pieces come every 20 ms
 

@@ -1,0 +1,227 @@
+"""Tests of the kinds of rows: regions by token ids, context lengths, and counters by both."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import specjax
+from specjax.assets import embedded
+from specjax.decoding.stats import Stats
+from specjax.grammars import ThoughtTokens
+from specjax.serving import Engine
+from specjax.serving.region_marks import region_marks
+from specjax.serving.row_kinds import (
+    CONTEXTS,
+    REGIONS,
+    Region,
+    RegionMark,
+    RegionMarks,
+    RegionReader,
+    RowKind,
+)
+from specjax.serving.totals import KindCounts, RowTokens, Totals
+from specjax.text import encode_continuation, load_tokenizer
+from tests.chat.published_templates import template
+from tests.serving.test_thinking import BEGIN, FINISH, NEW, PROMPTS, engine
+
+THOUGHT = ThoughtTokens(BEGIN, FINISH)
+ANSWER, CALL, CALL_END = (3, 3), (4, 5), (6,)
+MARKS = RegionMarks(
+    (
+        RegionMark(BEGIN, ("answer",), "thinking"),
+        RegionMark(FINISH, ("thinking",), "answer"),
+        RegionMark(CALL, ("answer",), "tool_call"),
+        RegionMark(CALL_END, ("tool_call",), "answer"),
+        RegionMark(ANSWER, REGIONS, "answer"),
+    )
+)
+
+
+def regions_of(tokens: list[int]) -> list[Region]:
+    """Return the region of each token, and of the one after the last: read again from the start."""
+    region: Region = "answer"
+    regions: list[Region] = [region]
+    for end in range(1, len(tokens) + 1):
+        for mark in MARKS.marks:
+            if region in mark.inside and tuple(tokens[:end][-len(mark.ids) :]) == mark.ids:
+                region = mark.begins
+                break
+        regions.append(region)
+    return regions
+
+
+# --- regions and lengths --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_text_that_comes_in_pieces_has_the_regions_of_the_whole(seed: int) -> None:
+    draw = random.Random(seed)
+    tokens = draw.choices([0, 3, 4, 5, 6, 12], k=1500)
+    prompt = draw.randrange(50)
+    expected, reader = regions_of(tokens), RegionReader(MARKS, tokens[:prompt])
+    assert set(expected) == set(REGIONS)
+    start = prompt
+    while start < len(tokens):
+        assert reader.region == expected[start]
+        piece = tokens[start : start + draw.randrange(6)]
+        runs = reader.append(piece)
+        assert [region for region, count in runs for _ in range(count)] == expected[
+            start : start + len(piece)
+        ]
+        start += len(piece)
+    assert reader.region == expected[-1]
+
+
+def test_without_marks_all_text_is_an_answer() -> None:
+    reader = RegionReader(RegionMarks(), [1, 2])
+    assert reader.append([0, 12, 0]) == [("answer", 3)]
+
+
+def test_ranges_of_lengths_are_powers_of_four() -> None:
+    lengths = [1, 256, 257, 1024, 1025, 4096, 4097, 16384, 16385, 65536, 65537, 10**7]
+    names = [RowKind.of("answer", length).context for length in lengths]
+    assert names == [name for name in CONTEXTS for _ in range(2)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        ("qwen3", {"thinking", "tool_call", "answer"}),
+        ("gpt_oss", {"thinking", "tool_call", "answer"}),
+        ("llama4", {"answer"}),
+    ],
+)
+def test_the_marks_of_published_templates(name: str, begins: set[str]) -> None:
+    tokenizer = load_tokenizer(embedded("target"))
+    tokenizer.chat_template = template(name)
+    marks = region_marks(tokenizer).marks
+    assert {mark.begins for mark in marks} == begins
+    for mark in marks:
+        assert set(mark.inside) != {mark.begins}
+
+
+@pytest.mark.full
+def test_the_regions_of_a_chat_are_those_of_its_last_answer() -> None:
+    tokenizer = load_tokenizer(embedded("target"))
+    tokenizer.chat_template = template("qwen3")
+    marks = region_marks(tokenizer)
+
+    def region(text: str) -> Region:
+        return RegionReader(marks, encode_continuation(tokenizer, text)).region
+
+    begin = "<|im_start|>user\nWrite <think> or <tool_call>.<|im_end|>\n<|im_start|>assistant\n"
+    for text, expected in {
+        "": "answer",
+        "<think>\n1": "thinking",
+        "<think>\n1\n</think>\n\nx": "answer",
+        "<tool_call>\n{": "tool_call",
+        "<tool_call>\n{}\n</tool_call>\n": "answer",
+    }.items():
+        assert region(begin + text) == expected, text
+
+
+# --- counters -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_divided_counters_add_up_to_those_of_the_call(seed: int) -> None:
+    draw = random.Random(seed)
+    steps = [draw.randrange(5) for _ in range(9)]
+    accepted = [is_drafted for count in steps for is_drafted in [True] * count + [False]]
+    if seed % 2:  # the text ends with a drafted token
+        steps, accepted = [*steps, 2], [*accepted, True, True]
+    generated, drafted = len(accepted), 4 * len(steps)
+    total = KindCounts(len(steps), generated, len(steps), drafted, sum(accepted))
+    first, second = sorted(draw.sample(range(generated), 2))
+    counts = first, second - first, generated - second
+    runs: Any = list(zip(("thinking", "answer", "thinking"), counts, strict=True))
+    divided = RowTokens(RowKind("thinking", "256"), runs, accepted).by_region(total)
+    assert KindCounts.sum(part for _, part in divided) == total
+    assert [part.generated for _, part in divided] == [*counts]
+    assert [part.accepted for _, part in divided] == [
+        sum(accepted[begin:end])
+        for begin, end in ((0, first), (first, second), (second, generated))
+    ]
+    assert min(min(part) for _, part in divided) >= 0
+
+
+def test_counters_of_kinds_do_not_overflow() -> None:
+    totals, large = Totals(), np.full(3, 2**30, np.int32)
+    by_depth = np.repeat(large[:, None], 2, axis=1)
+    histogram = np.repeat(large[:, None], 4, axis=1)
+    none = np.zeros((3, 0), np.int32)
+    stats: Any = Stats(*([large] * 4), by_depth, by_depth, histogram, none, none, none)  # pyright: ignore[reportArgumentType]
+    kinds = [RowKind("answer", "256"), RowKind("answer", "more"), RowKind("thinking", "256")]
+    for _ in range(4):
+        totals.add(stats)
+        totals.add_kinds(stats, [RowTokens(kind) for kind in kinds])
+    of_kind = totals.kinds[kinds[0]]
+    assert of_kind == KindCounts(2**32, 6 * 2**32, 2**32, 2**32, 2**32)
+    assert KindCounts.sum(totals.kinds.values()).generated == totals.generated
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+def check_sums(statistics: Any) -> None:
+    """Check that the counters by region and by length add up to the totals of the engine."""
+    for counts in (statistics.regions, statistics.context_lengths):
+        total = KindCounts.sum(counts.values())
+        assert total[1:] == (
+            statistics.generated,
+            statistics.drafted_steps,
+            statistics.drafted,
+            statistics.accepted,
+        )
+        assert total.steps >= total.generated - total.accepted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("drafter", "budget"),
+    [("chain", None), ("chain", 3), ("dynamic tree", 3), ("prompt lookup", None), ("none", None)],
+)
+def test_counters_of_an_engine_add_up_and_regions_are_those_of_an_oracle(
+    drafter: str, budget: int | None
+) -> None:
+    """Check free and masked calls, with so few pages that texts are preempted."""
+    with engine(drafter) as served:
+        handles = [
+            served.submit(prompt, max_new_tokens=NEW, thinking_budget=budget, seed=seed)
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+        texts = [list(handle.result(timeout=300).tokens) for handle in handles]
+        statistics = served.statistics
+    check_sums(statistics)
+    thinking, accepted = 0, {"thinking": 0, "answer": 0}
+    for prompt, text, handle in zip(PROMPTS, texts, handles, strict=True):
+        state = THOUGHT.start(prompt)
+        flags = [flag for piece in handle for flag in piece.accepted]
+        for token, is_accepted in zip(text, flags, strict=True):
+            thinking += state.is_inside
+            accepted["thinking" if state.is_inside else "answer"] += is_accepted
+            state = THOUGHT.step(state, token)
+    regions = statistics.regions
+    assert 0 < thinking < sum(map(len, texts))
+    assert regions["thinking"].generated == thinking
+    assert {name: regions[name].accepted for name in accepted} == accepted
+    assert regions["tool_call"] == KindCounts()
+    if drafter != "none":
+        assert min(regions[name].drafted for name in accepted) > 0
+
+
+@pytest.mark.full
+def test_lengths_are_those_at_the_start_of_a_call() -> None:
+    generate = specjax.load("embedded")
+    prompt = generate.encode("import os\nimport sys\n") * 200
+    sizes: Any = {"rows": 1, "capacity": 512, "page": 64, "chunk": 64, "steps": 1}
+    with Engine(generate, **sizes, warm=False) as served:
+        assert served.submit(prompt[:250], max_new_tokens=20).result(timeout=300)
+        statistics = served.statistics
+    check_sums(statistics)
+    counts = statistics.context_lengths
+    assert counts["256"].generated == 7  # after 250 to 256 tokens
+    assert counts["1024"].generated == 13
