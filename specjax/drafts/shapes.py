@@ -434,7 +434,8 @@ class UnionTree(DraftShape):
             >>> specjax.UnionTree((specjax.Chain(4), specjax.Chain(8)), slots=(4, 2)).splits
             ()
         """
-        (first, *rest), (count, *rest_slots) = self.shapes, self.slots or ()
+        assert self.slots is not None
+        (first, *rest), (count, *rest_slots) = self.shapes, self.slots
         is_whole = self.slots == tuple(shape.nodes - 1 for shape in self.shapes)
         if not is_whole or not count or not any(rest_slots):
             return ()

@@ -482,7 +482,8 @@ def _shares(
     union: UnionTree, drafts: Sequence[DraftShape | Copies | None]
 ) -> dict[int, Literal["first", "others"]]:
     """Return the indices of ``drafts`` that are a union's first part alone, or its other parts."""
-    (shape, *rest), (slot, *rest_slots) = union.shapes, union.slots or ()
+    assert union.slots is not None
+    (shape, *rest), (slot, *rest_slots) = union.shapes, union.slots
     without_first = (0, *rest_slots), tuple(rest)
     shares: dict[int, Literal["first", "others"]] = {}
     for index, draft in enumerate(drafts if slot else ()):

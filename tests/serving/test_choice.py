@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def tell(
     *,
     seconds: float,
     steps: int = STEPS,
-    **named: bool,
+    **named: Any,
 ) -> None:
     """Record the average result of a call."""
     row_steps, depth = width * steps, depth_of(choice.drafts[number])
@@ -530,7 +531,7 @@ def call_of_parts(
         np.cumprod(draw.random((steps, length)) < chance, axis=1).sum(1) if length else [0] * steps
         for length, chance in zip(lengths, chances, strict=True)
     ]
-    accepted = np.maximum(*agreed)
+    accepted = np.max(agreed, axis=0)
     at = (np.arange(8) < accepted[:, None]).sum(0)
     return RowResults(
         steps, steps + int(accepted.sum()), at, int(sum(agreed[0])), int(sum(agreed[1]))

@@ -153,7 +153,8 @@ def test_counters_of_kinds_do_not_overflow() -> None:
     by_depth = np.repeat(large[:, None], 2, axis=1)
     histogram = np.repeat(large[:, None], 4, axis=1)
     none = np.zeros((3, 0), np.int32)
-    stats: Any = Stats(*([large] * 4), by_depth, by_depth, histogram, none, none, none)  # pyright: ignore[reportArgumentType]
+    counts: Any = (*([large] * 4), by_depth, by_depth, histogram, none, none, none)
+    stats = Stats(*counts)
     kinds = [RowKind("answer", "256"), RowKind("answer", "more"), RowKind("thinking", "256")]
     for _ in range(4):
         totals.add(stats)
