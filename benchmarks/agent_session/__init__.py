@@ -2,7 +2,6 @@
 
     python -m benchmarks.agent_session.recorded --help    # turns from commits, by git
     python -m benchmarks.agent_session                    # forced to the recorded texts
-    python -m benchmarks.agent_session.live --help        # a model answers 40 turns
     python -m benchmarks.agent_session.tables             # the tables of docs/results
 
 The results are in docs/results/agent-session.md.

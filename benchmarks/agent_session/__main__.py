@@ -78,11 +78,11 @@ def windowed(model: Target) -> Target:
         windowed_layers=tuple(range(model.config.num_layers)),
         max_positions=1 << 20,
     )
-    return model.replace(config=config)
+    return replace(model, config=config)
 
 
 def drafters_of(model: Target) -> dict[str, Drafter]:
-    """Return all drafters by name. They were chosen before the first run.
+    """Return all drafters by name. They were chosen before any union had run.
 
     Those named "suffix" search the text of the turn; "session", the earlier turns as well.
     """
@@ -161,18 +161,19 @@ def main(config: ForcedConfig) -> None:
     """Run all drafters on all sessions, and write the results after each drafter."""
     model = windowed(Target.from_pretrained(embedded("draft"), dtype=jnp.float32))
     encode = PlainText(load_tokenizer(embedded("target"))).encode
-    sessions, results = {}, {"slots": SLOTS, "sessions": {}}
+    output = Path(config.output)
+    results: dict[str, Any] = {"slots": SLOTS, "sessions": {}}
+    if output.exists():
+        results = json.loads(output.read_text())
+    sessions = {}
     for path in config.turns:
         turns = load_turns(path)
         answers = answers_of(turns, encode)
         answers = answers[: config.answers]
-        results["sessions"][Path(path).stem] = {"facts": describe(turns, answers), "drafters": {}}
+        of_session = results["sessions"].setdefault(Path(path).stem, {"drafters": {}})
+        of_session["facts"] = describe(turns, answers)
         answers = [answer for answer in answers if answer.repeated <= LARGEST_SHARE]
         sessions[Path(path).stem] = answers, indices_of(answers)
-    output = Path(config.output)
-    if output.exists():
-        for name, session in json.loads(output.read_text())["sessions"].items():
-            results["sessions"][name]["drafters"] = session["drafters"]
     targets = targets_of(model)
     print(f"load {os.getloadavg()[0]:.1f}", flush=True)
     for name, drafter in drafters_of(model).items():
@@ -197,7 +198,7 @@ def main(config: ForcedConfig) -> None:
                 flush=True,
             )
             output.parent.mkdir(parents=True, exist_ok=True)
-            write_text(output, json.dumps(results) + "\n")
+            write_text(output, json.dumps(results, separators=(",", ":")) + "\n")
 
 
 def per_step(rows: list[ForcedResult]) -> float:

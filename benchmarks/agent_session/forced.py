@@ -62,7 +62,7 @@ class RecordedTarget(Target):
         old = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
         place = jnp.arange(rows)[:, None], jnp.arange(tokens.shape[1]), following
         logits = logits.at[place].set(jnp.where(follows, raised, old))
-        return output.replace(logits=logits), new
+        return replace(output, logits=logits), new
 
 
 def accepted_of(
@@ -244,7 +244,7 @@ def _run_rows(
         texts[row, : len(text)] = text
     lengths = np.array([len(answer.prompt) for answer in answers])
     outputs = np.array([len(answer.output) for answer in answers])
-    target = target.replace(texts=jnp.asarray(texts))
+    target = replace(target, texts=jnp.asarray(texts))
     prompts = np.where(np.arange(capacity) < lengths[:, None], texts[:, :capacity], 0)
     options = decoding.GenerationOptions(max_new_tokens=outputs, eos_token_ids=())
     started, state = decoding.start(target, drafter, prompts, lengths, options, capacity=capacity)

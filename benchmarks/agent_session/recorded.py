@@ -70,7 +70,7 @@ class RecordedConfig:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an agent reads and writes for a commit.
+    """The texts that an agent reads and writes for a commit.
 
     Attributes:
         commit: the hash of the commit.

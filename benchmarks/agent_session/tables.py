@@ -57,8 +57,8 @@ def rows_of(session: dict[str, Any]) -> list[dict[str, Any]]:
                 "shown": per_step(answers, "shown"),
                 "best": best,
                 "against_best": per_step(answers) / per_step(single[best]),
-                "better": sum(own["steps"] < theirs["steps"] for own, theirs in pairs),
-                "worse": sum(own["steps"] > theirs["steps"] for own, theirs in pairs),
+                "better": sum(here["steps"] < there["steps"] for here, there in pairs),
+                "worse": sum(here["steps"] > there["steps"] for here, there in pairs),
                 "steps": totals(answers)[1],
                 "worse_steps": sum(answer["worse_steps"] for answer in answers),
                 "parts": {
