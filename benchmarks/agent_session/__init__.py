@@ -1,0 +1,8 @@
+"""An agent's session on code: which drafters suit it, alone and together.
+
+    python -m benchmarks.agent_session.recorded --help    # turns from commits, by git
+    python -m benchmarks.agent_session                    # forced to the recorded texts
+    python -m benchmarks.agent_session.tables             # the tables of docs/results
+
+The results are in docs/results/agent-session.md.
+"""
