@@ -39,6 +39,7 @@ from specjax import (
     Suffix,
     Together,
     TokenRecycling,
+    UnionTree,
 )
 from specjax.assets import embedded
 from specjax.drafters import Drafter
@@ -82,7 +83,7 @@ def windowed(model: Target) -> Target:
 
 
 def drafters_of(model: Target) -> dict[str, Drafter]:
-    """Return all drafters by name. They were chosen before any union had run.
+    """Return all drafters by name. All but one were chosen before any union had run.
 
     Those named "suffix" search the text of the turn; "session", the earlier turns as well.
     """
@@ -106,6 +107,11 @@ def drafters_of(model: Target) -> dict[str, Drafter]:
         "session + model, 12 + 4": Together((suffix(tree(3, 12, 12)), learned(Chain(4)))),
         "session + model + recycling, 8 + 4 + 4": Together(
             (suffix(tree(3, 8, 8)), learned(tree(4, 3, 4)), TokenRecycling(draft=tree(8, 3, 4)))
+        ),
+        # Added after the results of the first union.
+        "model + session, 4 + the rest": Together(
+            (learned(Chain(4)), suffix(tree(3, 16, 16))),
+            draft=UnionTree((Chain(4), tree(3, 16, 16)), most=16),
         ),
         "lookup + recycling, 8 + 8": Together(
             (PromptLookup(draft=Chain(8)), TokenRecycling(draft=tree(8, 4, 8)))

@@ -120,7 +120,7 @@ def drafted_alone(
     shape: Any = drafter.draft_shape
     assert target.texts is not None
     counts = []
-    for part, part_state, slots in zip(drafter.drafting, state.drafter, shape.slots, strict=True):
+    for part, part_state, slots in zip(drafter.drafting, state.drafter, shape.shares, strict=True):
         depth = part.draft_shape.depth
         draft, _ = part.propose(
             target, part_state, state.roots, state.next_sampling, keys[:depth], ~state.done

@@ -129,7 +129,7 @@ class Together(Drafter[PartStates]):
         # With equal drafts, or with parts that offer nothing, there are no more nodes than in the
         # shortest draft of one part.
         least = max(
-            1 + min(part.node_counts[0] - 1, slot)
+            1 + min(part.node_counts[0] - 1, slot, shape.nodes - 1)
             for part, slot in zip(self.drafting, filter(None, shape.slots), strict=True)
         )
         return tuple(sorted({least, (least + shape.nodes + 1) // 2, shape.nodes}))
@@ -228,7 +228,7 @@ class Together(Drafter[PartStates]):
             proposed.append(after)
         if isinstance(shape, UnionTree):
             assert shape.slots is not None
-            merged, indices = merge(drafts, tuple(filter(None, shape.slots)))
+            merged, indices = merge(drafts, tuple(filter(None, shape.slots)), shape.most)
             offered_by = merged.offered_by
             assert offered_by is not None
         else:

@@ -14,9 +14,9 @@ from specjax.errors import InputError, did_you_mean
 
 SHAPE_NAMES = (
     "chain:LENGTH, chain:LENGTH,STOP_BELOW, eagle, medusa, complete:WIDTH,WIDTH,…,"
-    " sampled:WIDTH,WIDTH,…, dynamic or "
+    " sampled:WIDTH,WIDTH,…, dynamic or dynamic:TOP_K,DEPTH,NODES; of several drafters"
+    " SHAPE+SHAPE or SHAPE+SHAPE/NODES"
 )
-SHAPE_NAMES += "dynamic:TOP_K,DEPTH,NODES; of several drafters SHAPE+SHAPE"
 
 _KINDS = ("chain", "eagle", "medusa", "complete", "sampled", "dynamic")
 
@@ -24,7 +24,8 @@ _KINDS = ("chain", "eagle", "medusa", "complete", "sampled", "dynamic")
 def parse_shape(name: str) -> DraftShape:
     """Return the shape with this name, such as ``chain:4`` or ``dynamic:10,7,60``.
 
-    ``chain:4+chain:8`` is a `UnionTree`, with a shape for each of several drafters.
+    ``chain:4+chain:8`` is a `UnionTree`, with a shape for each of several drafters;
+    ``chain:4+chain:8/8`` is one of at most 8 nodes below the root.
 
     Raises:
         InputError: No shape has this name, or its numbers are invalid.
@@ -37,12 +38,18 @@ def parse_shape(name: str) -> DraftShape:
         16
         >>> print(parse_shape("chain:4+chain:8"))
         union of (chain of 4; chain of 8), 13 nodes, 8 deep
+        >>> parse_shape("chain:4+chain:8/8").nodes
+        9
         >>> parse_shape("chain:0")
         Traceback (most recent call last):
         specjax.errors.InputError: draft=Chain(length=0): a draft has at least 1 token; ...
     """
     if "+" in name:
-        return UnionTree(tuple(map(parse_shape, name.split("+"))))
+        shapes, slash, most = name.partition("/")
+        if slash and not most.isdecimal():
+            raise InputError(f"draft={name!r}: give a number of nodes after the slash")
+        limit = int(most) if slash else None
+        return UnionTree(tuple(map(parse_shape, shapes.split("+"))), most=limit)
     kind, _, rest = name.partition(":")
     words = rest.split(",") if rest else []
     try:
@@ -83,8 +90,9 @@ def shape_name(shape: DraftShape) -> str:
         return f"dynamic:{shape.top_k},{shape.depth},{shape.nodes}"
     if isinstance(shape, SampledTree):
         return f"sampled:{','.join(map(str, shape.widths))}"
-    if isinstance(shape, UnionTree) and shape == UnionTree(shape.shapes):
-        return "+".join(map(shape_name, shape.shapes))
+    if isinstance(shape, UnionTree) and shape == UnionTree(shape.shapes, most=shape.most):
+        limit = "" if shape.most is None else f"/{shape.most}"
+        return "+".join(map(shape_name, shape.shapes)) + limit
     trees = {StaticTree(EAGLE_TREE): "eagle", StaticTree(MEDUSA_TREE): "medusa"}
     return trees.get(shape, str(shape))  # pyright: ignore[reportArgumentType, reportCallIssue]
 

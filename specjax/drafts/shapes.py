@@ -373,31 +373,38 @@ class UnionTree(DraftShape):
         shapes: the shape that each part drafts.
         slots: the maximum number of nodes below the root that each part offers. None: as many as
             its shape has.
+        most: the maximum number of nodes below the root of the whole tree. The parts before the
+            last one have all of their slots. The last one has what they leave: the more of its
+            nodes the others offer as well, the more. None: there is room for all slots.
 
     Raises:
-        InputError: There is no shape, or a number of slots is not possible.
+        InputError: There is no shape, or a number of nodes is not possible.
 
     Examples:
         >>> union = specjax.UnionTree((specjax.DynamicTree(4, 3, 13), specjax.Chain(8)), (12, 4))
         >>> print(union)
         union of (dynamic tree, 13 nodes, 3 deep; chain of 8, cut to 4), 17 nodes, 4 deep
+        >>> union = specjax.UnionTree((specjax.Chain(2), specjax.Chain(8)), most=8)
+        >>> print(union)  # the second part has 6 nodes or more
+        union of (chain of 2; chain of 8), 9 nodes, 8 deep
     """
 
     shapes: tuple[DraftShape, ...]
     slots: tuple[int, ...] | None = None
+    most: int | None = None
     _kind = "union"
 
     def __post_init__(self) -> None:
         shapes = tuple(self.shapes)
         if not shapes:
             raise InputError("draft=UnionTree(shapes=()): give the shape of each part")
-        most = tuple(shape.nodes - 1 for shape in shapes)
-        slots = most if self.slots is None else tuple(self.slots)
+        whole = tuple(shape.nodes - 1 for shape in shapes)
+        slots = whole if self.slots is None else tuple(self.slots)
         if len(slots) != len(shapes):
             raise InputError(
                 f"slots={slots}: there are {len(shapes)} parts; give one number for each"
             )
-        for slot, largest, shape in zip(slots, most, shapes, strict=True):
+        for slot, largest, shape in zip(slots, whole, shapes, strict=True):
             if not 0 <= slot <= largest:
                 raise InputError(
                     f"slots={slots}: a part drafts a {shape}, so give it a number from 0 to"
@@ -405,16 +412,34 @@ class UnionTree(DraftShape):
                 )
         if not any(slots):
             raise InputError(f"slots={slots}: no part may draft; give at least one a slot")
-        _check_nodes("UnionTree", 1 + sum(slots))
+        room = sum(slots)
+        if self.most is not None:
+            before = sum(slots[:-1])
+            if type(self.most) is not int or not before < self.most <= room:
+                raise InputError(
+                    f"most={self.most!r}: the parts have {before} slots before the last one and"
+                    f" {room} in all; give a number from {before + 1} to {room}, or None"
+                )
+            room = self.most
+        _check_nodes("UnionTree", 1 + room)
         _set(
             self,
             shapes=shapes,
             slots=slots,
-            depth=max(map(min, slots, (shape.depth for shape in shapes))),
-            nodes=1 + sum(slots),
+            depth=max(
+                min(slot, shape.depth, room) for slot, shape in zip(slots, shapes, strict=True)
+            ),
+            nodes=1 + room,
             branching=sum(map(min, slots, (shape.branching for shape in shapes))),
             width=max(shape.width for shape in shapes),
         )
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The number of nodes that each part may offer at least, whatever the others offer."""
+        assert self.slots is not None
+        *before, last = self.slots
+        return (*before, min(last, self.nodes - 1 - sum(before)))
 
     @property
     def splits(self) -> tuple[DraftShape, ...]:
@@ -436,7 +461,7 @@ class UnionTree(DraftShape):
         """
         assert self.slots is not None
         (first, *rest), (count, *rest_slots) = self.shapes, self.slots
-        is_whole = self.slots == tuple(shape.nodes - 1 for shape in self.shapes)
+        is_whole = self.nodes == sum(shape.nodes - 1 for shape in self.shapes) + 1
         if not is_whole or not count or not any(rest_slots):
             return ()
         splits: list[DraftShape] = [first]

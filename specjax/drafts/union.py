@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from specjax.drafts.draft import Draft
 
 
-def merge(drafts: Sequence[Draft], slots: Sequence[int]) -> tuple[Draft, tuple[jax.Array, ...]]:
+def merge(
+    drafts: Sequence[Draft], slots: Sequence[int], most: int | None = None
+) -> tuple[Draft, tuple[jax.Array, ...]]:
     """Merge drafts below the same root into one tree.
 
     Two nodes are equal if they have the same token and equal parents. Equal nodes become one node.
@@ -21,11 +23,13 @@ def merge(drafts: Sequence[Draft], slots: Sequence[int]) -> tuple[Draft, tuple[j
         drafts: the draft of each part, with the same root.
         slots: the maximum number of nodes that each part offers. In each row a part offers the
             first ones that it has drafted.
+        most: the maximum number of nodes below the root. The last ones of the last parts are left
+            out. None: there is room for all.
 
     Returns:
-        The draft, of ``N = 1 + sum(slots)`` nodes, without q. And for each part ``[B, N]`` int32
-        the index of each node in the part's own draft; -1 if the part does not offer the node. The
-        root has index 0 in all.
+        The draft, of ``N = 1 + min(most, sum(slots))`` nodes, without q. And for each part
+        ``[B, N]`` int32 the index of each node in the part's own draft; -1 if the part does not
+        offer the node. The root has index 0 in all.
 
     Examples:
         >>> from specjax.drafters import Draft
@@ -39,8 +43,9 @@ def merge(drafts: Sequence[Draft], slots: Sequence[int]) -> tuple[Draft, tuple[j
         [[0, 2, 3, -1, 1, -1, -1]]
     """
     root = drafts[0].tokens[:, :1]
-    batch, num_nodes = root.shape[0], 1 + sum(slots)
-    depth = max(min(draft.depth, slot) for draft, slot in zip(drafts, slots, strict=True))
+    batch, room = root.shape[0], sum(slots) if most is None else min(most, sum(slots))
+    num_nodes = 1 + room
+    depth = max(min(draft.depth, slot, room) for draft, slot in zip(drafts, slots, strict=True))
     # The candidates: the root, then the nodes of all parts. `starts` are the parts' first ones.
     starts = [1]
     for draft in drafts:

@@ -123,15 +123,20 @@ def test_the_distribution_is_the_targets(rule) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("most", [None, 10])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_in_every_step_the_union_accepts_at_least_what_each_part_would(target, temperature) -> None:
+def test_in_every_step_the_union_accepts_at_least_what_each_part_would(
+    target, temperature, most
+) -> None:
+    """With a limit the last part has at least the nodes that the others have no slots for."""
     parts = (draft_model(DynamicTree(2, 3, 8)), PromptLookup(draft=4), Fixed(jnp.array([2, 7, 1])))
-    slots = (6, 3, 3)
+    union = UnionTree(tuple(part.draft_shape for part in parts), (6, 3, 3), most)
     options = GenerationOptions(
         max_new_tokens=40, sampling=Sampling(temperature=temperature), rule="coupled"
     )
-    drafter, state = decoding.start(target, Together(parts, slots), PROMPTS, LENGTHS, options)
-    alone = [Together((part,), (slot,)) for part, slot in zip(parts, slots, strict=True)]
+    together = Together(parts, draft=union)
+    drafter, state = decoding.start(target, together, PROMPTS, LENGTHS, options)
+    alone = [Together((part,), (slot,)) for part, slot in zip(parts, union.shares, strict=True)]
 
     @jax.jit
     def accepted(state):

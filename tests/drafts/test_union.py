@@ -94,6 +94,31 @@ def test_the_first_nodes_are_a_draft() -> None:
         assert paths_of(short, row) == paths_of(union, row)[:most]
 
 
+@pytest.mark.parametrize("most", [11, 14, 19])
+def test_the_last_part_has_the_nodes_that_the_others_leave(most) -> None:
+    """A union with a limit has the first nodes of the union without one."""
+    rng = np.random.default_rng(most)
+    drafts = [random_draft(rng, 11, is_static=True), random_draft(rng, 11, is_static=False)]
+    whole, whole_indices = merge(drafts, (10, 10))
+    union, indices = merge(drafts, (10, 10), most)
+    assert union.tokens.shape == (ROWS, 1 + most)
+    for row in range(ROWS):
+        assert paths_of(union, row) == paths_of(whole, row)[: 1 + most]
+    assert int(np.asarray(whole.length).max()) > 11  # the limit cuts the draft of some row
+    for limited, unlimited in zip(indices, whole_indices, strict=True):
+        np.testing.assert_array_equal(limited, unlimited[:, : 1 + most])
+    np.testing.assert_array_equal(union.offered_by, whole.offered_by[:, : 1 + most])
+
+
+def test_a_limit_must_hold_all_parts_before_the_last_one() -> None:
+    union = UnionTree((Chain(4), Chain(16)), most=16)
+    assert (union.nodes, union.depth, union.shares) == (17, 16, (4, 12))
+    assert UnionTree((Chain(4), Chain(16)), most=9).depth == 9
+    for most in (4, 21, True, "9"):
+        with pytest.raises(InputError, match="give a number from 5 to 20, or None"):
+            UnionTree((Chain(4), Chain(16)), most=most)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_union_adds_up_what_its_parts_may_draft() -> None:
     union = UnionTree((StaticTree(complete_tree((2, 2))), Chain(8)), slots=(6, 3))
     assert (union.nodes, union.depth, union.branching) == (10, 3, 3)
