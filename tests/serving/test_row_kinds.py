@@ -158,7 +158,7 @@ def test_counters_of_kinds_do_not_overflow() -> None:
     kinds = [RowKind("answer", "256"), RowKind("answer", "more"), RowKind("thinking", "256")]
     for _ in range(4):
         totals.add(stats)
-        totals.add_kinds(stats, [RowTokens(kind) for kind in kinds])
+        totals.add_kinds(stats, kinds)
     of_kind = totals.kinds[kinds[0]]
     assert of_kind == KindCounts(2**32, 6 * 2**32, 2**32, 2**32, 2**32)
     assert KindCounts.sum(totals.kinds.values()).generated == totals.generated
