@@ -16,6 +16,9 @@ from specjax.text import REASONING_FIELDS, encode_continuation
 _QUESTION, _THOUGHT, _ANSWER, _EARLIER = "Question0", "Thought0", "Answer0", "Earlier0"
 """The contents of the messages that a template is tried with."""
 
+_CALL_ID = "call00000"
+"""The id of a call. Templates of Mistral take 9 letters and digits only."""
+
 
 def thought_tokens(tokenizer: Any, texts: Sequence[str] | None = None) -> ThoughtTokens:
     """Return the tokens that begin and end a thought.
@@ -203,12 +206,40 @@ def answer_tokens(tokenizer: Any, begin: str = "") -> tuple[int, ...]:
         >>> answer_tokens(specjax.load("embedded").tokenizer)  # it has no chat template
         ()
     """
-    prompt = {"role": "user", "content": _QUESTION}
-    for rendered in _rendered(tokenizer, [prompt], prompts=(True,)):
-        opening = _between(rendered, _QUESTION, None) or ""
-        opening = (opening.partition(begin)[0] if begin else opening).strip()
-        return tuple(encode_continuation(tokenizer, opening)) if opening else ()
-    return ()
+    opening = _opening(tokenizer, [{"role": "user", "content": _QUESTION}], begin)
+    return tuple(encode_continuation(tokenizer, opening)) if opening else ()
+
+
+def opening_after_result(tokenizer: Any, begin: str = "") -> str:
+    """Return the text between a tool's result and the answer to it in a prompt.
+
+    It is empty if the chat template does not take results. The arguments are those of
+    `answer_tokens`.
+
+    Examples:
+        >>> import specjax
+        >>> from specjax.thoughts import opening_after_result
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> tokenizer.chat_template = "{{ messages[2].content }}[/TOOL_RESULTS]"
+        >>> opening_after_result(tokenizer)
+        '[/TOOL_RESULTS]'
+    """
+    function = {"name": "look_up", "arguments": {}}
+    call = {"type": "function", "id": _CALL_ID, "function": function}
+    messages = [
+        {"role": "user", "content": _QUESTION},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": _ANSWER, "name": "look_up", "tool_call_id": _CALL_ID},
+    ]
+    return _opening(tokenizer, messages, begin)
+
+
+def _opening(tokenizer: Any, messages: Sequence[Mapping[str, Any]], begin: str) -> str:
+    """Return the text between the last message of a chat and the answer, up to ``begin``."""
+    for rendered in _rendered(tokenizer, messages, prompts=(True,)):
+        opening = _between(rendered, messages[-1]["content"], None) or ""
+        return (opening.partition(begin)[0] if begin else opening).strip()
+    return ""
 
 
 def _rendered(

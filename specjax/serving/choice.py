@@ -11,12 +11,13 @@ draft pays. With many rows, each further node costs its full time, so a short dr
 faster. The text does not depend on the choice: with coupled sampling it is the same for all drafts.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from typing import Literal
-
-import numpy as np
 
 from specjax.drafts.shapes import Chain, DraftShape, UnionTree
 
@@ -51,67 +52,98 @@ _SHARED_STEPS = 16.0
 """The weight of the mean over more kinds of rows, in row steps of one kind."""
 
 _FIRST_TRIALS = 2
-"""The calls with each draft in a new region before its mean over all regions decides."""
+"""The measured calls with each draft and a new kind of rows, before a mean over more decides."""
 
-Kind = tuple[str, ...]
-"""A kind of rows: a region and a range of context lengths (`specjax.serving.row_kinds.RowKind`). A
-beginning of it stands for more kinds, and () for all."""
+_MOST_FIRST_TRIALS = 8
+"""The most calls that are made for them. Some measure nothing, because no row may draft as deep."""
+
+RowGroup = tuple[str, ...]
+"""A group of rows: those of a kind (`specjax.serving.row_kinds.RowKind`), which are a region and a
+range of context lengths; those of a region, whatever their lengths; or (), all rows."""
 
 
 class _Sums:
     """Exponentially decaying sums over row steps, and the weight of what was expected before.
 
-    ``[K]`` each. K is 1 for a draft, and the largest depth for chains, whose emitted tokens are
-    those of each depth.
+    They have K entries. K is 1 for a draft, and the largest depth for chains, whose emitted tokens
+    are those of each depth. These are lists, which are faster than arrays for so few numbers.
     """
 
     def __init__(self, count: int, weight: float) -> None:
-        self._weight = np.full(count, weight)
-        self._steps, self._emitted = np.zeros(count), np.zeros(count)
+        self._weight = [weight] * count
+        self.steps, self._emitted = [0.0] * count, [0.0] * count
 
-    def add(self, steps: int, emitted: np.ndarray) -> None:
+    def add(self, steps: int, emitted: Sequence[float]) -> None:
         """Add ``steps`` steps, which emitted ``emitted [k]`` tokens, to the first k entries."""
-        count, decay = len(emitted), np.exp(-steps / MEMORY)
-        for sums in (self._weight, self._steps, self._emitted):
-            sums[:count] *= decay
-        self._steps[:count] += steps
-        self._emitted[:count] += emitted
+        self.fade(steps, len(emitted))
+        for entry, tokens in enumerate(emitted):
+            self.steps[entry] += steps
+            self._emitted[entry] += tokens
 
-    def mean(self, expected: np.ndarray) -> np.ndarray:
+    def fade(self, steps: int, count: int) -> None:
+        """Let ``steps`` steps pass, in the first ``count`` entries."""
+        decay = math.exp(-steps / MEMORY)
+        for sums in (self._weight, self.steps, self._emitted):
+            sums[:count] = [value * decay for value in sums[:count]]
+
+    def mean(self, expected: Sequence[float]) -> list[float]:
         """Return the tokens per step, where ``expected [K]`` counts with its weight."""
-        return (self._emitted + self._weight * expected) / (self._steps + self._weight)
+        sums = zip(self._emitted, self._weight, expected, self.steps, strict=True)
+        return [
+            (emitted + weight * before) / (steps + weight)
+            for emitted, weight, before, steps in sums
+        ]
 
 
 class _Measured:
-    """The measured tokens per step, over all rows and over those of each kind."""
+    """The measured tokens per step of each group of rows."""
 
-    def __init__(self, expected: np.ndarray) -> None:
+    def __init__(self, expected: Sequence[float]) -> None:
         """Begin with an assumed number of tokens ``[K]`` per step."""
         self._expected = expected
-        self._sums: dict[Kind, _Sums] = {}
-        self._means: dict[Kind, list[float]] = {}  # a choice is made more often than they change
+        self._sums: dict[RowGroup, _Sums] = {}
+        # A choice is made for more drafts than one call measures.
+        self._means: dict[RowGroup, list[float]] = {}
+        self._totals: dict[RowGroup, list[float]] = {}
 
-    def add(self, kind: Kind, steps: int, emitted: np.ndarray) -> None:
-        """Add ``steps`` steps of rows of one kind, or of all rows if it is ()."""
-        if kind not in self._sums:
-            weight = _SHARED_STEPS if kind else _EXPECTED_STEPS
-            self._sums[kind] = _Sums(len(self._expected), weight)
-        self._sums[kind].add(steps, emitted)
-        self._means = {}
+    def add(self, group: RowGroup, steps: int, emitted: Sequence[float]) -> None:
+        """Add ``steps`` steps of the rows of one group."""
+        if group not in self._sums:
+            weight = _SHARED_STEPS if group else _EXPECTED_STEPS
+            self._sums[group] = _Sums(len(self._expected), weight)
+        self._sums[group].add(steps, emitted)
+        if self._means:
+            self._means, self._totals = {}, {}
 
-    def tokens(self, kind: Kind, depth: int = 1) -> float:
-        """Return the tokens per step of a kind of rows, the sum of the first ``depth`` of K.
+    def fade(self, group: RowGroup, steps: int) -> None:
+        """Let what is measured of a group weigh less against what is measured from now on."""
+        if group in self._sums:
+            self._sums[group].fade(steps, len(self._expected))
+            self._means, self._totals = {}, {}
+
+    def weight(self, group: RowGroup, depth: int = 1) -> float:
+        """Return the weight, in steps, of what is measured of a group at a depth."""
+        return self._sums[group].steps[depth - 1] if group in self._sums else 0.0
+
+    def tokens(self, group: RowGroup, depth: int = 1) -> float:
+        """Return the tokens per step of a group of rows, the sum of the first ``depth`` of K.
 
         The mean over all rows is what is expected of a region, and that of the region is what is
         expected of its range of context lengths.
         """
-        if kind not in self._means:
-            mean = self._expected
-            for length in range(len(kind) + 1):
-                if (sums := self._sums.get(kind[:length])) is not None:
-                    mean = sums.mean(mean)
-            self._means[kind] = np.cumsum(mean).tolist()
-        return self._means[kind][depth - 1]
+        totals = self._totals.get(group)
+        if totals is None:
+            totals = self._totals[group] = list(accumulate(self._mean(group)))
+        return totals[depth - 1]
+
+    def _mean(self, group: RowGroup) -> Sequence[float]:
+        """Return the tokens per step of a group, ``[K]``."""
+        mean = self._means.get(group)
+        if mean is None:
+            expected = self._mean(group[:-1]) if group else self._expected
+            sums = self._sums.get(group)
+            mean = self._means[group] = list(expected if sums is None else sums.mean(expected))
+        return mean
 
 
 @dataclass(frozen=True)
@@ -119,7 +151,7 @@ class RowResults:
     """The results of some rows of a call.
 
     Attributes:
-        row_steps: the steps of these rows together.
+        row_steps: the steps of these rows together; with `Copies`, of the rows with a prediction.
         emitted: the tokens that they emitted.
         accepted_at: ``[D]`` the steps in which a drafted token of each depth was emitted, 0 beyond
             the draft's own depth.
@@ -135,9 +167,20 @@ class RowResults:
 
     row_steps: int
     emitted: int
-    accepted_at: Sequence[int] | np.ndarray
+    accepted_at: Sequence[float]
     by_first: int | None = None
     by_others: int | None = None
+
+    def __add__(self, other: "RowResults") -> "RowResults":
+        """Return the results of two sets of rows together."""
+        is_of_parts = self.by_first is not None and other.by_first is not None
+        return RowResults(
+            self.row_steps + other.row_steps,
+            self.emitted + other.emitted,
+            list(map(add, self.accepted_at, other.accepted_at)),
+            self.by_first + other.by_first if is_of_parts else None,  # pyright: ignore[reportOperatorIssue]
+            self.by_others + other.by_others if is_of_parts else None,  # pyright: ignore[reportOperatorIssue,reportOptionalOperand]
+        )
 
 
 @dataclass(frozen=True)
@@ -172,13 +215,13 @@ class DraftChoice:
         decisions: how often each draft was chosen, by number of rows and index of the draft.
 
     Examples:
-        >>> from specjax.serving.choice import DraftChoice
+        >>> from specjax.serving.choice import DraftChoice, RowResults
         >>> seconds = {(1, 0): 0.010, (1, 1): 0.012, (8, 0): 0.020, (8, 1): 0.090}
         >>> choice = DraftChoice([None, specjax.Chain(3)], seconds)
         >>> choice.choose(width=1), choice.choose(width=8)  # a chain for one row, none for eight
         (1, 0)
-        >>> counts = {"steps": 1, "row_steps": 1, "emitted": 1, "accepted_at": [0, 0, 0]}
-        >>> choice.record(1, 1, seconds=0.012, **counts)
+        >>> results = RowResults(row_steps=1, emitted=1, accepted_at=[0, 0, 0])
+        >>> choice.record(1, 1, results, seconds=0.012, steps=1)
         >>> round(choice.tokens_a_step(1), 2)  # less than assumed, because the draft was rejected
         2.56
     """
@@ -195,10 +238,8 @@ class DraftChoice:
         self.drafts = tuple(drafts)
         self.seconds = dict(seconds)
         self.decisions: dict[tuple[int, int], int] = {}
-        survival = _EXPECTED ** np.arange(1 + max(_depth(draft) for draft in drafts))
-        self._measured = [
-            _Measured(survival[: 1 + _depth(draft)].sum(keepdims=True)) for draft in drafts
-        ]
+        survival = [_EXPECTED**depth for depth in range(1 + max(map(_depth, drafts)))]
+        self._measured = [_Measured([sum(survival[: 1 + _depth(draft)])]) for draft in drafts]
         self._chains = _Measured(survival[1:])  # by depth
         self._is_chain = [draft is not None and _is_plain_chain(draft) for draft in self.drafts]
         # By index of a union, the drafts of some of its parts. Its calls measure their tokens, too.
@@ -207,18 +248,20 @@ class DraftChoice:
             for index, draft in enumerate(self.drafts)
             if isinstance(draft, UnionTree)
         }
-        for shares in self._shares.values():
-            for index in shares:  # a union does not tell the depths of their tokens
-                self._is_chain[index] = False
-        # The draft in use, by number of rows, by whether some row has a prediction, and by region.
-        self._current: dict[tuple[int, bool, str], int] = {}
-        # What is measured in one region says little about another one. So drafts are tried in each
-        # of them, and each has a clock. It advances by the time of one step per call, because the
-        # number of steps per call does not depend on the draft.
-        self._clocks: dict[str, float] = {}
-        self._last_used: dict[tuple[str, int], float] = {}
-        self._calls: Counter[tuple[str, int]] = Counter()
-        self._since_tried: Counter[str] = Counter()
+        # Chains that are measured in two ways: as chains, and by calls with a union.
+        self._shared_chains = {
+            index for shares in self._shares.values() for index in shares if self._is_chain[index]
+        }
+        # The draft in use, by number of rows, by whether some row has a prediction, and by kind.
+        self._current: dict[tuple[int, bool, RowGroup], int] = {}
+        # What is measured of one kind of rows says little about another one. So drafts are tried
+        # with each of them, and each has a clock. It advances by the time of one step per call,
+        # because the number of steps per call does not depend on the draft.
+        self._clocks: dict[RowGroup, float] = {}
+        self._last_used: dict[tuple[RowGroup, int], float] = {}
+        self._measured_calls: Counter[tuple[RowGroup, int]] = Counter()
+        self._first_trials: Counter[tuple[RowGroup, int]] = Counter()
+        self._since_tried: Counter[RowGroup] = Counter()
         self._has_run: set[tuple[int, int]] = set()  # those whose first, slower call is over
 
     def tokens_a_step(
@@ -226,7 +269,7 @@ class DraftChoice:
         index: int,
         predicted: float = 1.0,
         drafting: float = 1.0,
-        kinds: Mapping[Kind, int] | None = None,
+        row_kinds: Mapping[RowGroup, int] | None = None,
     ) -> float:
         """Return E, the expected number of emitted tokens per row and step.
 
@@ -234,27 +277,42 @@ class DraftChoice:
             index: the index of the draft.
             predicted: the share of the rows that have a prediction. It matters for `Copies` alone.
             drafting: the share of the rows that draft. The others emit one token per step.
-            kinds: the number of rows that draft, by kind; None: the mean over all kinds counts.
+            row_kinds: the number of rows that draft, by kind; None: the mean over all kinds counts.
         """
-        kinds = kinds or {(): 1}
+        row_kinds = row_kinds or {(): 1}
         tokens = sum(
-            rows * self._drafted_tokens(index, predicted, kind) for kind, rows in kinds.items()
+            rows * self._drafted_tokens(index, predicted, kind) for kind, rows in row_kinds.items()
         )
-        return 1.0 + drafting * (tokens / sum(kinds.values()) - 1.0)
+        return 1.0 + drafting * (tokens / sum(row_kinds.values()) - 1.0)
 
-    def _drafted_tokens(self, index: int, predicted: float, kind: Kind) -> float:
+    def _drafted_tokens(self, index: int, predicted: float, group: RowGroup) -> float:
         """Return the expected number of emitted tokens per step of a row that drafts."""
         draft = self.drafts[index]
         if draft is None:
             return 1.0
         if isinstance(draft, Copies):
-            copied = self._measured[index].tokens(kind)
+            copied = self._measured[index].tokens(group)
             beside = draft.beside
-            drafted = 1.0 if beside is None else self._drafted_tokens(beside, 0.0, kind)
+            drafted = 1.0 if beside is None else self._drafted_tokens(beside, 0.0, group)
             return predicted * copied + (1 - predicted) * drafted
-        if self._is_chain[index]:  # chains share their measurements: each begins like the others
-            return 1.0 + self._chains.tokens(kind, draft.depth)
-        return self._measured[index].tokens(kind)
+        if self._is_chain[index] and not self._is_told_by_union(index, group):
+            # Chains share their measurements: each begins like the others.
+            return 1.0 + self._chains.tokens(group, draft.depth)
+        return self._measured[index].tokens(group)
+
+    def _is_told_by_union(self, index: int, group: RowGroup) -> bool:
+        """Return whether calls with a union say more about a chain than calls with chains do.
+
+        The first of kind, region and all rows of which anything is measured decides.
+        """
+        if index not in self._shared_chains:
+            return False
+        for length in range(len(group), -1, -1):
+            by_union = self._measured[index].weight(group[:length])
+            by_chains = self._chains.weight(group[:length], _depth(self.drafts[index]))
+            if by_union or by_chains:
+                return by_union > by_chains / 2
+        return False
 
     def rate(
         self,
@@ -262,10 +320,12 @@ class DraftChoice:
         index: int,
         predicted: float = 1.0,
         drafting: float = 1.0,
-        kinds: Mapping[Kind, int] | None = None,
+        row_kinds: Mapping[RowGroup, int] | None = None,
     ) -> float:
         """Return E / S, the expected tokens per second of a row."""
-        return self.tokens_a_step(index, predicted, drafting, kinds) / self.seconds[width, index]
+        return (
+            self.tokens_a_step(index, predicted, drafting, row_kinds) / self.seconds[width, index]
+        )
 
     def choose(
         self,
@@ -276,7 +336,7 @@ class DraftChoice:
         plain: int = 0,
         is_measuring: bool = True,
         drafting: float = 1.0,
-        kinds: Mapping[Kind, int] | None = None,
+        row_kinds: Mapping[RowGroup, int] | None = None,
     ) -> int:
         """Return the index of the draft to decode with.
 
@@ -289,9 +349,9 @@ class DraftChoice:
                 compiled. If it is, drafts that were not timed yet are tried now and then, plain
                 decoding first. If not, the first compiled draft is used when none is timed.
             drafting: the share of the rows that draft.
-            kinds: the number of rows that draft, by kind; None: the kinds do not count.
+            row_kinds: the number of rows that draft, by kind; None: the kinds do not count.
         """
-        region = _main_region(kinds)
+        kind = _main_kind(row_kinds)
         indices = [
             index
             for index, draft in enumerate(self.drafts)
@@ -301,81 +361,86 @@ class DraftChoice:
         untimed = [index for index in indices if (width, index) not in self.seconds]
         if untimed:
             indices = [index for index in indices if index not in untimed]
-            choice = self._to_time(width, untimed, plain, region) if is_measuring else None
+            choice = self._to_time(width, untimed, plain, kind) if is_measuring else None
             if choice is None and not indices:
                 choice = next((index for index in untimed if self.drafts[index] is not None), plain)
             if choice is not None:
                 return self._count(width, choice)
-        rates = {index: self.rate(width, index, predicted, drafting, kinds) for index in indices}
+        rates = {
+            index: self.rate(width, index, predicted, drafting, row_kinds) for index in indices
+        }
         best = max(indices, key=lambda index: rates[index])
-        current = self._current.get((width, predicted > 0, region), best)
+        current = self._current.get((width, predicted > 0, kind), best)
         if current not in indices:  # requests that run now have named others
             current = best
         if rates[best] > BETTER * rates[current]:
             current = best
-        self._current[width, predicted > 0, region] = current
-        # In a new region, try what could be faster than the current draft there.
+        self._current[width, predicted > 0, kind] = current
+        # With a new kind of rows, try what could be faster than the current draft.
         promising = [
             index
             for index in indices
             if (1 + _depth(self.drafts[index])) / self.seconds[width, index] > rates[current]
         ]
-        choice = self._first_trial(region, current, promising)
+        choice = self._first_trial(kind, current, promising)
         if choice is None:
-            choice = self._trial(width, current, indices, region)
-        clock = self._clocks.get(region, 0.0) + self.seconds[width, choice]
-        self._clocks[region] = clock
+            choice = self._trial(width, current, indices, kind)
+        clock = self._clocks.get(kind, 0.0) + self.seconds[width, choice]
+        self._clocks[kind] = clock
         for index in (choice, *self._shares.get(choice, ())):
-            self._last_used[region, index] = clock
-            self._calls[region, index] += 1
+            self._last_used[kind, index] = clock
         return self._count(width, choice)
 
     def fastest(
-        self, width: int, indices: Sequence[int], kinds: Mapping[Kind, int] | None = None
+        self, width: int, indices: Sequence[int], row_kinds: Mapping[RowGroup, int] | None = None
     ) -> int:
         """Return the draft of ``indices`` with the most tokens per second; the first if unknown."""
         timed = [index for index in indices if (width, index) in self.seconds]
         timed = [index for index in timed if not isinstance(self.drafts[index], Copies)]
-        rates = {index: self.rate(width, index, kinds=kinds) for index in timed}
+        rates = {index: self.rate(width, index, row_kinds=row_kinds) for index in timed}
         return max(timed, key=lambda index: rates[index], default=indices[0])
 
     def _count(self, width: int, index: int) -> int:
         self.decisions[width, index] = self.decisions.get((width, index), 0) + 1
         return index
 
-    def _is_turn(self, region: str) -> bool:
+    def _is_turn(self, kind: RowGroup) -> bool:
         """Count a call, and return True for one of `TRY_UNKNOWN` calls."""
-        self._since_tried[region] = (self._since_tried[region] + 1) % TRY_UNKNOWN
-        return not self._since_tried[region]
+        self._since_tried[kind] = (self._since_tried[kind] + 1) % TRY_UNKNOWN
+        return not self._since_tried[kind]
 
-    def _to_time(self, width: int, untimed: Sequence[int], plain: int, region: str) -> int | None:
+    def _to_time(
+        self, width: int, untimed: Sequence[int], plain: int, kind: RowGroup
+    ) -> int | None:
         """Return the ``untimed`` draft to try now, plain decoding first; None: not in this call."""
         if plain in untimed:
             return plain
-        if not self._is_turn(region):
+        if not self._is_turn(kind):
             return None
         return min(untimed, key=lambda index: self.decisions.get((width, index), 0))
 
-    def _first_trial(self, region: str, current: int, indices: Sequence[int]) -> int | None:
-        """Return the draft of ``indices`` to try because the region is new; None: there is none."""
-        if not region:
+    def _first_trial(self, kind: RowGroup, current: int, indices: Sequence[int]) -> int | None:
+        """Return the draft of ``indices`` to try because the kind is new; None: there is none."""
+        if not kind:
             return None
         rare = [
             index
             for index in indices
             if index != current
             and self.drafts[index] is not None  # plain decoding has nothing to measure
-            and self._calls[region, index] < _FIRST_TRIALS
+            and self._measured_calls[kind, index] < _FIRST_TRIALS
+            and self._first_trials[kind, index] < _MOST_FIRST_TRIALS
         ]
-        return rare[0] if rare and self._is_turn(region) else None
+        if not rare or not self._is_turn(kind):
+            return None
+        self._first_trials[kind, rare[0]] += 1
+        return rare[0]
 
-    def _trial(self, width: int, current: int, indices: Sequence[int], region: str) -> int:
+    def _trial(self, width: int, current: int, indices: Sequence[int], kind: RowGroup) -> int:
         """Return the draft of ``indices`` that is due for a trial, or else the ``current`` one."""
-        idle, clock = (
-            [index for index in indices if index != current],
-            self._clocks.get(region, 0.0),
-        )
-        last_used = {index: self._last_used.get((region, index), 0.0) for index in idle}
+        idle = [index for index in indices if index != current]
+        clock = self._clocks.get(kind, 0.0)
+        last_used = {index: self._last_used.get((kind, index), 0.0) for index in idle}
         due = [
             index
             for index in idle
@@ -387,34 +452,24 @@ class DraftChoice:
         self,
         width: int,
         index: int,
+        results: RowResults,
         *,
         seconds: float | None,
-        is_upper_bound: bool = False,
         steps: int,
-        row_steps: int,
-        emitted: int,
-        accepted_at: Sequence[int] | np.ndarray,
-        by_first: int | None = None,
-        by_others: int | None = None,
-        by_kind: Mapping[Kind, RowResults] | None = None,
+        is_upper_bound: bool = False,
+        by_kind: Mapping[RowGroup, RowResults] | None = None,
     ) -> None:
         """Record the result of a decode call.
 
         Args:
             width: the number of rows that were computed.
             index: the index of the draft.
+            results: the results of the rows by which the draft is judged.
             seconds: the time of the call; None: it was not measured.
+            steps: the number of steps of the call.
             is_upper_bound: whether the call may have ended earlier than measured. Such a time
                 counts only if the draft was not timed before.
-            steps: the number of steps of the call.
-            row_steps: the steps of all rows together; with `Copies`, of the rows with a prediction.
-            emitted: the tokens that these row steps emitted.
-            accepted_at: ``[D]`` the row steps in which a drafted token of each depth was emitted,
-                0 beyond the draft's own depth.
-            by_first: of the accepted tokens, those that the drafter's first part offered; None: it
-                has no parts.
-            by_others: those that the other parts offered.
-            by_kind: the same numbers for the rows of each kind; None: the kinds are unknown.
+            by_kind: the results of the rows of each kind; None: the kinds are unknown.
         """
         if steps and seconds is not None and (width, index) not in self.seconds:
             if (width, index) in self._has_run:  # the first call of a program takes longer
@@ -426,34 +481,44 @@ class DraftChoice:
             self.seconds[width, index] = before + share * (
                 min(seconds / steps, 4 * before) - before
             )
-        draft = self.drafts[index]
-        if draft is None or not row_steps:
+        if self.drafts[index] is None or not results.row_steps:
             return
-        self._add((), index, RowResults(row_steps, emitted, accepted_at, by_first, by_others))
-        for kind, results in (by_kind or {}).items():
-            for length in range(1, len(kind) + 1):
-                self._add(kind[:length], index, results)
+        self._add((), index, results)
+        by_region: dict[RowGroup, RowResults] = {}
+        for kind, of_kind in (by_kind or {}).items():
+            if not of_kind.row_steps:
+                continue
+            region = kind[:1]
+            by_region[region] = by_region[region] + of_kind if region in by_region else of_kind
+            self._add(kind, index, of_kind)
+            for measured in (index, *self._shares.get(index, ())):
+                self._measured_calls[kind, measured] += 1
+        for region, of_region in by_region.items():
+            self._add(region, index, of_region)
 
-    def _add(self, kind: Kind, index: int, results: RowResults) -> None:
-        """Add the results of rows of one kind to its measurements.
+    def _add(self, group: RowGroup, index: int, results: RowResults) -> None:
+        """Add the results of a group of rows to its measurements.
 
         Those of a union also tell what some of its parts would have accepted without the others:
         an accepted path is cut where these parts do not offer it.
         """
         steps = results.row_steps
-        if not steps:
-            return
         if self._is_chain[index]:
-            depth = _depth(self.drafts[index])
-            self._chains.add(kind, steps, np.asarray(results.accepted_at, float)[:depth])
-            return
-        self._measured[index].add(kind, steps, np.array([results.emitted], float))
-        accepted = sum(results.accepted_at)
-        for part, name in self._shares.get(index, {}).items():
-            of_part = results.by_first if name == "first" else results.by_others
-            if of_part is not None:
-                tokens = results.emitted - accepted + of_part
-                self._measured[part].add(kind, steps, np.array([tokens], float))
+            accepted = [float(count) for count in results.accepted_at[: _depth(self.drafts[index])]]
+            self._chains.add(group, steps, accepted)
+            for chain in self._shared_chains - {index}:
+                # What a union said about it was measured earlier than this.
+                self._measured[chain].fade(group, steps)
+            if index not in self._shared_chains:
+                return
+        self._measured[index].add(group, steps, [results.emitted])
+        if shares := self._shares.get(index):
+            accepted = sum(results.accepted_at)
+            for part, name in shares.items():
+                of_part = results.by_first if name == "first" else results.by_others
+                if of_part is not None:
+                    tokens = results.emitted - accepted + of_part
+                    self._measured[part].add(group, steps, [tokens])
 
     def table(self) -> list[dict[str, object]]:
         """Return the measurements that `choose` compares, by number of rows and draft."""
@@ -470,12 +535,9 @@ class DraftChoice:
         ]
 
 
-def _main_region(kinds: Mapping[Kind, int] | None) -> str:
-    """Return the region that most rows are in; "" if the kinds are unknown."""
-    rows: Counter[str] = Counter()
-    for kind, count in (kinds or {}).items():
-        rows[kind[0] if kind else ""] += count
-    return max(rows, key=lambda region: rows[region], default="")
+def _main_kind(row_kinds: Mapping[RowGroup, int] | None) -> RowGroup:
+    """Return the kind of most rows; () if the kinds are unknown."""
+    return max(row_kinds, key=lambda kind: row_kinds[kind]) if row_kinds else ()
 
 
 def _shares(

@@ -23,7 +23,7 @@ from specjax.decoding.rows import Progress
 from specjax.drafts.draft import Draft
 from specjax.grammars import Matcher
 from specjax.grammars.matcher import has_bit
-from specjax.serving.choice import DraftChoice, Kind
+from specjax.serving.choice import DraftChoice, RowGroup
 from specjax.serving.constrained_choice import Call, ConstrainedChoice, Leaving, pooled_leaving
 from specjax.serving.device import EngineDevice
 from specjax.serving.handle import Handle
@@ -126,7 +126,7 @@ class ConstrainedCalls:
         *,
         copies: bool = False,
         drafts: bool = True,
-        kinds: Mapping[Kind, int] | None = None,
+        row_kinds: Mapping[RowGroup, int] | None = None,
     ) -> Call:
         """Return the call to make.
 
@@ -138,7 +138,7 @@ class ConstrainedCalls:
             most: the largest number of steps of a free call.
             copies: whether masked steps copy predictions.
             drafts: whether some row may draft.
-            kinds: the number of rows that draft, by kind.
+            row_kinds: the number of rows that draft, by kind.
         """
         if self._pause_left:
             return Call("host")
@@ -155,7 +155,7 @@ class ConstrainedCalls:
             most=most,
             copies=copies,
             drafts=drafts,
-            kinds=kinds,
+            row_kinds=row_kinds,
         )
 
     def _record_masks(self, seconds: float, rows: int, has_draft: bool) -> None:

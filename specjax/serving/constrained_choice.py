@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specjax.serving.choice import LATENCY, TRIALS, DraftChoice, Kind
+from specjax.serving.choice import LATENCY, TRIALS, DraftChoice, RowGroup
 
 MEMORY = 400
 """The number of row steps after which the weight of a masked step's tokens has fallen to 1/e."""
@@ -163,7 +163,7 @@ class ConstrainedChoice:
         most: int | None = None,
         copies: bool = False,
         drafts: bool = True,
-        kinds: Mapping[Kind, int] | None = None,
+        row_kinds: Mapping[RowGroup, int] | None = None,
     ) -> Call:
         """Return the call to make.
 
@@ -176,7 +176,7 @@ class ConstrainedChoice:
             most: the largest number of steps of a free call now; None: the usual one.
             copies: whether some row has a prediction, so that masked steps copy.
             drafts: whether some row may draft. If not, only forced tokens are drafted.
-            kinds: the number of rows that draft, by kind, as in `DraftChoice.choose`.
+            row_kinds: the number of rows that draft, by kind, as in `DraftChoice.choose`.
         """
         width, free_width = widths
         longest = max(forced, default=0)
@@ -189,7 +189,7 @@ class ConstrainedChoice:
             calls[kind] = Call(kind), tokens, self._of_draft(width, kind)
         if draft is not None:
             most = self._steps if most is None else most
-            tokens = self._free.tokens_a_step(draft, kinds=kinds)
+            tokens = self._free.tokens_a_step(draft, row_kinds=row_kinds)
             candidates = [
                 self._of_free(width, free_width, rows, leaving, draft, steps, tokens)
                 for steps in sorted({1, 2, 4, most})

@@ -99,8 +99,8 @@ class Engine:
             rows: the largest number of texts that are generated together.
             drafts: shapes of drafts, as `specjax.load` takes them. The engine chooses among them by
                 load; None among them is plain decoding. The default is None, a short chain, and the
-                drafter's own shape. Of a `specjax.Together` without stated slots, these are divided
-                in up to three more ways (`specjax.UnionTree.splits`).
+                drafter's own shape. If each part of a `specjax.Together` has room for its
+                whole draft, there are up to three more (`specjax.UnionTree.splits`).
             capacity: the maximal length of a text in tokens, prompt and output together. The
                 default is the number of positions of the models, at most
                 `specjax.serving.memory.USUAL_CAPACITY`.

@@ -10,11 +10,13 @@ state belongs to this thread alone, and is used without the lock.
 """
 
 import logging
+import operator
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, Literal
 
 import jax
@@ -29,7 +31,7 @@ from specjax.drafters.pausable import ROOM
 from specjax.errors import InputError, LogitsError
 from specjax.grammars import Matcher
 from specjax.models.cache import groups_of
-from specjax.serving.choice import Copies, DraftChoice, Kind, RowResults
+from specjax.serving.choice import Copies, DraftChoice, RowResults
 from specjax.serving.clients import ClientRow, Clients
 from specjax.serving.config import EngineConfig
 from specjax.serving.constrained_calls import ConstrainedCalls
@@ -55,7 +57,7 @@ from specjax.serving.handle import (
 )
 from specjax.serving.pages import Tenant
 from specjax.serving.programs import Programs
-from specjax.serving.row_kinds import RowKind
+from specjax.serving.row_kinds import RowKind, sums_by_kind
 from specjax.serving.scheduler import PrefillChunk, Request, RereadChunk, Scheduler
 from specjax.serving.statistics import EngineStatistics, PartStatistics, copies_of, difference
 from specjax.serving.totals import RowTokens, Totals
@@ -132,6 +134,8 @@ class EngineLoop:
             Stats.zeros(self.sizes.rows, device.depth, parts=len(device.part_names))
         )
         self._total = Totals(drafted_at=[0] * device.depth, accepted_at=[0] * device.depth)
+        # The kinds of the running rows at the start of the newest call, by request.
+        self._kinds: dict[Request, RowKind] = {}
         # The seconds of catching up that no decode call has been charged with yet.
         self._uncharged = 0.0
         self._pending = 0  # tokens that a paused drafter has yet to read, at most, in any row
@@ -676,6 +680,7 @@ class EngineLoop:
             is_short = bool(scheduler.reading) or self.clients.are_drafting
             steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
             matchers, call = self._binding_matchers(), None
+            self._kinds = self._running_kinds()
             is_adjusting = any(
                 self.handles[request].output_options.biases is not None
                 for row in scheduler.running
@@ -836,8 +841,8 @@ class EngineLoop:
         requests = filter(None, map(self.scheduler.request_of, running))
         options = [self.handles[request].output_options for request in requests]
         free_width, indices = self._free_programs()
-        kinds = self._kinds()
-        draft = self.choice.fastest(free_width, indices, kinds)
+        row_kinds = self._drafting_kinds()
+        draft = self.choice.fastest(free_width, indices, row_kinds)
         width = next(width for width in device.masked_widths if width >= len(running))
         if logprobs := any(it.logprobs is not None for it in options):
             width, free_width, draft = self.sizes.rows, self.sizes.rows, device.reporting
@@ -853,7 +858,7 @@ class EngineLoop:
             steps,
             copies=copies,
             drafts=drafts,
-            kinds=kinds,
+            row_kinds=row_kinds,
         )
         if call.kind == "free":
             return call, *self._choose()
@@ -962,19 +967,27 @@ class EngineLoop:
                 plain=self.device.plain,
                 is_measuring=is_measuring,
                 drafting=num_drafting / len(running),
-                kinds=self._kinds(),
+                row_kinds=self._drafting_kinds(),
             ),
             False,
         )
 
-    def _kinds(self) -> Counter[Kind]:
-        """Return the number of running rows that draft, by kind. Needs the lock."""
+    def _running_kinds(self) -> dict[Request, RowKind]:
+        """Return what each running text is writing, and how long it is. Needs the lock."""
         requests = filter(None, map(self.scheduler.request_of, self.scheduler.running))
-        pairs = ((request, self.handles[request]) for request in requests)
+        return {
+            request: RowKind.of(
+                self.handles[request].output_options.regions.region, len(request.tokens)
+            )
+            for request in requests
+        }
+
+    def _drafting_kinds(self) -> Counter[RowKind]:
+        """Return the number of running rows that draft, by kind. Needs the lock."""
         return Counter(
-            _kind(request, handle)
-            for request, handle in pairs
-            if handle.output_options.speculation.depth > 0
+            kind
+            for request, kind in self._kinds.items()
+            if self.handles[request].output_options.speculation.depth > 0
         )
 
     def _catch_up(self, table: np.ndarray) -> None:
@@ -1029,71 +1042,98 @@ class EngineLoop:
         drafter; None: the call says nothing about free text. ``has_left [rows]`` has the rows that
         went back to where they were before the call; None: there are none.
         """
-        draft = None if width_and_drafter is None else self.choice.drafts[width_and_drafter[1]]
         with self.wake:
             self._counters["calls"] += 1
             rows: list[int] = []
             went_back = [] if has_left is None else np.flatnonzero(has_left).tolist()
-            kinds = {row: _kind(*pair) for row, pair in snapshot.items()}
-            tokens: list[RowTokens] = []
+            kinds: list[RowKind] = []
+            changed: dict[int, RowTokens] = {}
             for row, (request, handle) in snapshot.items():
                 if row in went_back:
                     continue
                 try:
-                    tokens.append(self._record_row(progress, row, request, handle, kinds[row]))
+                    tokens = self._record_row(progress, row, request, handle)
                 except Exception as error:  # only this text ends
                     self._give_up(request, handle, error)
                     continue
+                if tokens is not None:
+                    changed[len(rows)] = tokens
                 rows.append(row)
+                kinds.append(self._kinds[request])
             # Count all rows at once, because a few numpy operations per row would delay the device.
             of_rows = difference(progress.stats, self._device_stats, rows)
             self._total.add(of_rows)
-            self._total.add_kinds(of_rows, tokens)
-            # The draft is judged by what rows that went back emitted, too: it was drafted for free
-            # text. A draft that copies predictions is judged by the rows that have one, and every
-            # draft by the rows that may draft as deep as it does.
-            stats = difference(progress.stats, self._device_stats, [*rows, *went_back])
-            depth, candidates = 0 if draft is None else draft.depth, [*rows, *went_back]
-            if isinstance(draft, Copies):
-                candidates = [row for row in rows if snapshot[row][1].output_options.copies]
-            judging = [
-                row
-                for row in candidates
-                if snapshot[row][1].output_options.speculation.depth >= depth
-            ]
-            of_draft = difference(progress.stats, self._device_stats, judging)
-            by_kind = _by_kind(of_draft, [kinds[row] for row in judging])
+            self._total.add_kinds(of_rows, kinds, changed)
+            if width_and_drafter is not None:
+                self._judge_draft(
+                    width_and_drafter,
+                    progress,
+                    snapshot,
+                    rows,
+                    went_back,
+                    seconds,
+                    is_upper_bound=is_upper_bound,
+                )
             before, self._device_stats = self._device_stats, copies_of(progress.stats)
             for now, earlier in zip(
                 vars(self._device_stats).values(), vars(before).values(), strict=True
             ):
                 now[went_back] = earlier[went_back]
-            if width_and_drafter is not None:
-                self.choice.record(
-                    *width_and_drafter,
-                    seconds=seconds,
-                    is_upper_bound=is_upper_bound,
-                    steps=int(stats.steps.max(initial=0)),
-                    **vars(_results(of_draft)),
-                    by_kind=by_kind,
-                )
             return bool(self.scheduler.running)
 
-    def _record_row(
+    def _judge_draft(
         self,
+        width_and_drafter: tuple[int, int],
         progress: device_rows.Progress,
-        row: int,
-        request: Request,
-        handle: Handle,
-        kind: RowKind,
-    ) -> RowTokens:
-        """Record the new tokens of one row of some ``kind``, and return them. Needs the lock."""
+        snapshot: Mapping[int, Any],
+        rows: Sequence[int],
+        went_back: Sequence[int],
+        seconds: float | None,
+        *,
+        is_upper_bound: bool,
+    ) -> None:
+        """Record the result of a call's draft.
+
+        It is judged by what rows that went back emitted, too: it was drafted for free text. A draft
+        that copies predictions is judged by the rows that have one, and every draft by the rows
+        that may draft as deep as it does.
+        """
+        draft, candidates = self.choice.drafts[width_and_drafter[1]], [*rows, *went_back]
+        depth = 0 if draft is None else draft.depth
+        steps = progress.stats.steps[candidates] - self._device_stats.steps[candidates]
+        if isinstance(draft, Copies):
+            candidates = [row for row in rows if snapshot[row][1].output_options.copies]
+        judging = [
+            row for row in candidates if snapshot[row][1].output_options.speculation.depth >= depth
+        ]
+        by_kind = _results_by_kind(
+            difference(progress.stats, self._device_stats, judging),
+            [self._kinds[snapshot[row][0]] for row in judging],
+        )
+        nothing = RowResults(0, 0, [0] * self.device.depth)
+        self.choice.record(
+            *width_and_drafter,
+            reduce(operator.add, by_kind.values()) if by_kind else nothing,
+            seconds=seconds,
+            is_upper_bound=is_upper_bound,
+            steps=int(steps.max(initial=0)),
+            by_kind=by_kind,
+        )
+
+    def _record_row(
+        self, progress: device_rows.Progress, row: int, request: Request, handle: Handle
+    ) -> RowTokens | None:
+        """Record the new tokens of one row. Needs the lock.
+
+        Returns:
+            The tokens, if the region of the text changed within them.
+        """
         matched = 0 if progress.matched is None else int(progress.matched[row])
         handle.take_stats(
             Stats(*(values[row : row + 1] for values in vars(progress.stats).values())), matched
         )
         if self.scheduler.request_of(row) is not request:  # it was cancelled meanwhile
-            return RowTokens(kind)
+            return None
         row_progress = self._row_progress(progress, row, request, handle)
         if (matcher := handle.output_options.matcher) is not None:
             matcher.append(row_progress.tokens)
@@ -1106,7 +1146,9 @@ class EngineLoop:
             del self.handles[request]
         self._undelivered.append((handle, row_progress))
         runs = handle.output_options.regions.append(row_progress.tokens)
-        return RowTokens(kind, runs, row_progress.accepted)
+        if len(runs) < 2:
+            return None
+        return RowTokens(self._kinds[request], runs, row_progress.accepted)
 
     def _row_progress(
         self, progress: device_rows.Progress, row: int, request: Request, handle: Handle
@@ -1195,34 +1237,22 @@ class EngineLoop:
                     self.handles.pop(handle.request, None)
 
 
-def _kind(request: Request, handle: Handle) -> RowKind:
-    """Return what a text is writing, and how long it is."""
-    return RowKind.of(handle.output_options.regions.region, len(request.tokens))
-
-
-def _results(stats: Stats) -> RowResults:
-    """Return the counters ``[B]`` of a call's rows as the choice of a draft takes them."""
-    histogram = np.asarray(stats.histogram).sum(axis=0)
-    has_parts = stats.accepted_by.shape[1] > 0
-    return RowResults(
-        row_steps=int(stats.steps.sum()),
-        emitted=int(histogram @ np.arange(len(histogram))),
-        accepted_at=np.asarray(stats.accepted_at.sum(axis=0)),
-        by_first=int(stats.accepted_by[:, 0].sum()) if has_parts else None,
-        by_others=int(stats.accepted.sum() - stats.accepted_only_by[:, 0].sum())
-        if has_parts
-        else None,
-    )
-
-
-def _by_kind(stats: Stats, kinds: Sequence[RowKind]) -> dict[Kind, RowResults]:
-    """Return the results of rows by kind, from their counters ``[B]``."""
-    if len(set(kinds)) == 1:
-        return {kinds[0]: _results(stats)}
-    of_kind = {kind: [it == kind for it in kinds] for kind in kinds}
+def _results_by_kind(stats: Stats, kinds: Sequence[RowKind]) -> dict[RowKind, RowResults]:
+    """Return the counters ``[B]`` of rows by kind, as the choice of a draft takes them."""
+    histogram = np.asarray(stats.histogram, np.int64)
+    counts = [
+        np.stack([stats.steps, histogram @ np.arange(histogram.shape[1])], axis=1),
+        stats.accepted_at,
+    ]
+    depth = stats.accepted_at.shape[1]
+    if stats.accepted_by.shape[1]:
+        by_others = stats.accepted - stats.accepted_only_by[:, 0]
+        counts.append(np.stack([stats.accepted_by[:, 0], by_others], axis=1))
     return {
-        kind: _results(Stats(*(values[rows] for values in vars(stats).values())))
-        for kind, rows in of_kind.items()
+        kind: RowResults(row_steps, emitted, numbers[:depth], *numbers[depth:])
+        for kind, (row_steps, emitted, *numbers) in sums_by_kind(
+            np.concatenate(counts, axis=1), kinds
+        ).items()
     }
 
 

@@ -7,10 +7,15 @@ from the prompt. It depends on the length of the context, too: some drafters rea
 A region is told by token ids alone, because the engine's thread has no time for text.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import merge
 from typing import Literal, NamedTuple, get_args
+
+import numpy as np
 
 Region = Literal["thinking", "answer", "tool_call"]
 """A region of an answer. All text outside of thoughts and calls of tools is "answer"."""
@@ -44,8 +49,27 @@ class RowKind(NamedTuple):
     @classmethod
     def of(cls, region: Region, length: int) -> "RowKind":
         """Return the kind of a row with ``length`` tokens in its context."""
-        limits = zip(_CONTEXT_LIMITS, CONTEXTS, strict=False)
-        return cls(region, next((name for limit, name in limits if length <= limit), "more"))
+        return _KINDS[region][bisect_left(_CONTEXT_LIMITS, length)]
+
+
+_KINDS = {region: [RowKind(region, context) for context in CONTEXTS] for region in REGIONS}
+
+
+def sums_by_kind(counts: np.ndarray, kinds: Sequence[RowKind]) -> dict[RowKind, list[int]]:
+    """Return the sums of ``counts [B, C]`` over the rows of each kind, C numbers each.
+
+    Examples:
+        >>> import numpy as np
+        >>> from specjax.serving.row_kinds import RowKind, sums_by_kind
+        >>> kinds = [RowKind.of("answer", length) for length in (10, 300, 20)]
+        >>> list(sums_by_kind(np.array([[1, 2], [3, 4], [5, 6]]), kinds).values())
+        [[6, 8], [3, 4]]
+    """
+    numbers: dict[RowKind, int] = {}
+    of_rows = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    is_of_kind = np.arange(len(numbers))[:, None] == np.array(of_rows, np.int64)
+    sums = is_of_kind.astype(np.int64) @ counts.astype(np.int64, copy=False)
+    return dict(zip(numbers, sums.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,11 @@ class RegionMarks:
         return by_token
 
     @cached_property
+    def resets(self) -> frozenset[int]:
+        """The last tokens of marks that mean the same in all regions."""
+        return frozenset(mark.ids[-1] for mark in self.marks if set(mark.inside) == set(REGIONS))
+
+    @cached_property
     def longest(self) -> int:
         """The number of tokens of the longest mark, at least 1."""
         return max((len(mark.ids) for mark in self.marks), default=1)
@@ -120,7 +149,25 @@ class RegionReader:
         self._marks = marks
         self._newest: list[int] = []  # the last tokens, in which a mark may have begun
         if marks.marks:
-            self.append(list(prompt))
+            self._read_prompt(list(prompt))
+
+    def _read_prompt(self, prompt: list[int]) -> None:
+        """Advance over a prompt, from the last mark that means the same in all regions.
+
+        In a chat that is what begins the answer, so the messages before it are not read.
+        """
+        backwards = prompt[::-1]
+        ends = (_places(backwards, token) for token in self._marks.resets)
+        for place in merge(*ends):
+            end = len(prompt) - 1 - place
+            by_length = self._marks.by_last_token[prompt[end]]
+            mark = next((it for it in by_length if _ends_with(prompt, end, it.ids)), None)
+            if mark is not None and set(mark.inside) == set(REGIONS):
+                self.region = mark.begins
+                self._newest = prompt[max(0, end + 1 - self._marks.longest) : end + 1]
+                self.append(prompt[end + 1 :])
+                return
+        self.append(prompt)
 
     def append(self, tokens: Sequence[int]) -> list[tuple[Region, int]]:
         """Advance over new tokens.
@@ -130,6 +177,8 @@ class RegionReader:
             a mark belong to the region that they end. A region may have no tokens.
         """
         by_token, longest = self._marks.by_last_token, self._marks.longest
+        if not by_token:
+            return [(self.region, len(tokens))]
         runs, begin = [], 0
         if not by_token.keys().isdisjoint(tokens):
             text, before = [*self._newest, *tokens], len(self._newest)
@@ -145,7 +194,20 @@ class RegionReader:
         """Return a function that says whether a mark ends at index ``end`` of a text."""
 
         def fits(mark: RegionMark) -> bool:
-            start = max(0, end + 1 - len(mark.ids))
-            return self.region in mark.inside and tuple(text[start : end + 1]) == mark.ids
+            return self.region in mark.inside and _ends_with(text, end, mark.ids)
 
         return fits
+
+
+def _ends_with(text: Sequence[int], end: int, ids: tuple[int, ...]) -> bool:
+    """Return whether a text has some tokens up to the index ``end``, which is that of the last."""
+    return tuple(text[max(0, end + 1 - len(ids)) : end + 1]) == ids
+
+
+def _places(tokens: list[int], token: int) -> Iterator[int]:
+    """Yield the indices of a token."""
+    place = -1
+    with suppress(ValueError):
+        while True:
+            place = tokens.index(token, place + 1)
+            yield place

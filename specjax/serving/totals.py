@@ -1,14 +1,15 @@
 """The counters of an engine since it was made, over all of its texts."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specjax.decoding.stats import Stats
-from specjax.serving.row_kinds import Region, RowKind
+from specjax.serving.row_kinds import Region, RowKind, sums_by_kind
 
 
 class KindCounts(NamedTuple):
@@ -105,6 +106,7 @@ class Totals:
     2**31 tokens within hours. So the sums are Python integers, which do not overflow.
 
     Attributes:
+        steps: forward passes of the target, counted per row.
         generated: generated tokens.
         drafted: drafted tokens.
         accepted: drafted tokens that were accepted and emitted.
@@ -125,6 +127,7 @@ class Totals:
         (32, 0)
     """
 
+    steps: int = 0
     generated: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -146,6 +149,7 @@ class Totals:
         Their depth and their number of parts must be the same in all calls.
         """
         histogram = _sums(stats.histogram)
+        self.steps += _sums(stats.steps)
         self.generated += sum(emitted * steps for emitted, steps in enumerate(histogram))
         self.drafted += _sums(stats.drafted)
         self.accepted += _sums(stats.accepted)
@@ -155,20 +159,41 @@ class Totals:
         self.accepted_by = _added(self.accepted_by, _sums(stats.accepted_by))
         self.accepted_only_by = _added(self.accepted_only_by, _sums(stats.accepted_only_by))
 
-    def add_kinds(self, stats: Stats, rows: Sequence[RowTokens]) -> None:
-        """Add the counters ``[B]`` of a call to those of kinds, with the tokens of each row."""
-        histogram = np.asarray(stats.histogram)
-        columns = (
-            np.asarray(stats.steps),
-            histogram @ np.arange(histogram.shape[1]),
-            np.asarray(stats.drafted_at).max(axis=1, initial=0),
-            np.asarray(stats.drafted),
-            np.asarray(stats.accepted),
+    def add_kinds(
+        self,
+        stats: Stats,
+        kinds: Sequence[RowKind],
+        changed: Mapping[int, RowTokens] = MappingProxyType({}),
+    ) -> None:
+        """Add the counters ``[B]`` of a call to those of kinds.
+
+        Args:
+            stats: the counters of its rows.
+            kinds: the kind of each row at the start of the call.
+            changed: the tokens of the rows whose region changed within the call, by index.
+        """
+        histogram = np.asarray(stats.histogram, np.int64)
+        counts = np.stack(
+            [
+                stats.steps,
+                histogram @ np.arange(histogram.shape[1]),
+                np.asarray(stats.drafted_at).max(axis=1, initial=0),
+                stats.drafted,
+                stats.accepted,
+            ],
+            axis=1,
         )
-        for row, *counts in zip(rows, *(column.tolist() for column in columns), strict=True):
-            for region, of_region in row.by_region(KindCounts(*counts)):
-                kind = RowKind(region, row.kind.context)
-                self.kinds[kind] = KindCounts.sum([self.kinds.get(kind, KindCounts()), of_region])
+        for index, row in changed.items():
+            for region, of_region in row.by_region(KindCounts(*counts[index].tolist())):
+                self._add_kind(RowKind(region, row.kind.context), of_region)
+            counts[index] = 0
+        for kind, of_kind in sums_by_kind(counts, kinds).items():
+            self._add_kind(kind, of_kind)
+
+    def _add_kind(self, kind: RowKind, counts: Iterable[int]) -> None:
+        """Add counters in the order of `KindCounts`."""
+        before = self.kinds.get(kind, KindCounts())
+        self.kinds[kind] = KindCounts(*map(operator.add, before, counts))
 
 
 def _sums(counts: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specjax.drafts.shapes import Chain, DraftShape, StaticTree, UnionTree, complete_tree
-from specjax.serving.choice import TRIALS, TRY_UNKNOWN, DraftChoice, Kind, RowResults
+from specjax.serving.choice import TRIALS, TRY_UNKNOWN, DraftChoice, RowGroup, RowResults
 
 TREE = StaticTree(complete_tree((2, 2, 2)))
 DRAFTS = (None, Chain(3), Chain(7), TREE)
@@ -46,11 +46,9 @@ def tell(
     choice.record(
         width,
         number,
+        RowResults(row_steps, emitted, accepted.tolist()),
         seconds=seconds * steps,
         steps=steps,
-        row_steps=row_steps,
-        emitted=emitted,
-        accepted_at=accepted,
         **named,
     )
 
@@ -182,7 +180,7 @@ def test_a_machine_that_stood_still_once_changes_little() -> None:
     choice = DraftChoice(DRAFTS, dict.fromkeys(seconds_by([4]), 0.01))
     tell(choice, 4, 1, 0.5, seconds=60.0, steps=1)
     assert choice.seconds[4, 1] <= 0.01 * (1 + 3 / 20) + 1e-9
-    choice.record(4, 1, seconds=60.0, steps=0, row_steps=0, emitted=0, accepted_at=[0] * 7)
+    choice.record(4, 1, RowResults(0, 0, [0] * 7), seconds=60.0, steps=0)
     assert choice.seconds[4, 1] <= 0.01 * (1 + 3 / 20) + 1e-9
 
 
@@ -250,11 +248,11 @@ def simulate(
         choice.record(
             width,
             number,
+            RowResults(
+                width * steps, emitted, np.pad(accepted, (0, longest - len(accepted))).tolist()
+            ),
             seconds=seconds,
             steps=steps,
-            row_steps=width * steps,
-            emitted=emitted,
-            accepted_at=np.pad(accepted, (0, longest - len(accepted))),
         )
         tokens, spent, chosen = tokens + emitted, spent + seconds, [*chosen, number]
     return tokens / spent, chosen
@@ -305,7 +303,7 @@ def test_as_long_as_something_compiles_the_first_draft_that_is_ready_is_used() -
     # The first draft is measured first, because the others are compared with it.
     assert {choice.choose(1) for _ in range(3 * TRY_UNKNOWN)} == {0}
     for _ in range(5):  # calls without a measured time
-        choice.record(1, 0, seconds=None, steps=8, row_steps=8, emitted=8, accepted_at=np.zeros(7))
+        choice.record(1, 0, RowResults(8, 8, [0] * 7), seconds=None, steps=8)
     assert choice.seconds == {}
 
 
@@ -361,20 +359,14 @@ def survival_of(draft: DraftShape | None, chance: float, row_steps: int) -> np.n
     return np.pad(row_steps * chance ** np.arange(1, depth + 1), (0, 7 - depth))
 
 
-def record_kind(choice: DraftChoice, index: int, kind: Kind, chance: float, row_steps: int) -> None:
+def record_kind(
+    choice: DraftChoice, index: int, kind: RowGroup, chance: float, row_steps: int
+) -> None:
     """Record the average result of a call whose rows are all of one kind."""
     accepted = survival_of(choice.drafts[index], chance, row_steps)
     emitted = round(row_steps + accepted.sum())
-    choice.record(
-        4,
-        index,
-        seconds=None,
-        steps=STEPS,
-        row_steps=row_steps,
-        emitted=emitted,
-        accepted_at=accepted,
-        by_kind={kind: RowResults(row_steps, emitted, accepted)},
-    )
+    results = RowResults(row_steps, emitted, accepted.tolist())
+    choice.record(4, index, results, seconds=None, steps=STEPS, by_kind={kind: results})
 
 
 @pytest.mark.parametrize("index", [2, 3])
@@ -385,8 +377,8 @@ def test_the_tokens_of_a_call_are_the_mean_over_its_rows(index: int) -> None:
             record_kind(choice, index, kind, CHANCES[kind[0]], 64)
     tokens = [tokens_of(DRAFTS[index], CHANCES[kind[0]]) for kind in (THINKING, ANSWER)]
     for kind, expected in zip((THINKING, ANSWER), tokens, strict=True):
-        assert choice.tokens_a_step(index, kinds={kind: 3}) == pytest.approx(expected, rel=0.01)
-    mixed = choice.tokens_a_step(index, drafting=0.5, kinds={THINKING: 1, ANSWER: 3})
+        assert choice.tokens_a_step(index, row_kinds={kind: 3}) == pytest.approx(expected, rel=0.01)
+    mixed = choice.tokens_a_step(index, drafting=0.5, row_kinds={THINKING: 1, ANSWER: 3})
     assert mixed == pytest.approx(1 + 0.5 * ((tokens[0] + 3 * tokens[1]) / 4 - 1), rel=0.01)
     assert min(tokens) < choice.tokens_a_step(index) < max(tokens)
 
@@ -395,14 +387,16 @@ def test_a_kind_with_few_steps_counts_as_its_region_and_a_new_region_as_all() ->
     choice = DraftChoice(DRAFTS, seconds_by([4]))
     for _ in range(100):
         record_kind(choice, 3, ANSWER, 0.25, 64)
-    of_answers = choice.tokens_a_step(3, kinds={ANSWER: 1})
-    assert choice.tokens_a_step(3, kinds={LONG_ANSWER: 1}) == pytest.approx(of_answers, rel=1e-3)
-    assert choice.tokens_a_step(3, kinds={THINKING: 1}) == choice.tokens_a_step(3)
-    before = choice.tokens_a_step(3, kinds={LONG_ANSWER: 1})
+    of_answers = choice.tokens_a_step(3, row_kinds={ANSWER: 1})
+    assert choice.tokens_a_step(3, row_kinds={LONG_ANSWER: 1}) == pytest.approx(
+        of_answers, rel=1e-3
+    )
+    assert choice.tokens_a_step(3, row_kinds={THINKING: 1}) == choice.tokens_a_step(3)
+    before = choice.tokens_a_step(3, row_kinds={LONG_ANSWER: 1})
     estimates = []
     for _ in range(100):
         record_kind(choice, 3, LONG_ANSWER, 0.9, 8)
-        estimates.append(choice.tokens_a_step(3, kinds={LONG_ANSWER: 1}))
+        estimates.append(choice.tokens_a_step(3, row_kinds={LONG_ANSWER: 1}))
     assert before < estimates[0] < tokens_of(TREE, 0.9) - 0.5
     assert estimates == sorted(estimates)
     assert estimates[-1] == pytest.approx(tokens_of(TREE, 0.9), rel=0.02)
@@ -411,7 +405,7 @@ def test_a_kind_with_few_steps_counts_as_its_region_and_a_new_region_as_all() ->
 def test_the_mean_of_a_kind_is_that_of_a_slow_oracle() -> None:
     """Compare with weights that are computed anew from all results."""
     draw, choice = np.random.default_rng(0), DraftChoice(DRAFTS, seconds_by([4]))
-    results: dict[Kind, list[tuple[int, float]]] = {}
+    results: dict[RowGroup, list[tuple[int, float]]] = {}
     for _ in range(40):
         kind = (THINKING, ANSWER, LONG_ANSWER)[draw.integers(3)]
         row_steps, chance = int(draw.integers(1, 60)), float(draw.random())
@@ -420,7 +414,7 @@ def test_the_mean_of_a_kind_is_that_of_a_slow_oracle() -> None:
         for group in (kind[:0], kind[:1], kind):
             results.setdefault(group, []).append((row_steps, emitted))
 
-    def mean(group: Kind) -> float:
+    def mean(group: RowGroup) -> float:
         expected, weight = tokens_of(TREE, 0.8) if not group else mean(group[:-1]), 16.0
         entries = [(4.0 if not group else weight, 0.0), *results[group]]
         ages = np.cumsum([steps for steps, _ in results[group]][::-1])[::-1]
@@ -430,7 +424,7 @@ def test_the_mean_of_a_kind_is_that_of_a_slow_oracle() -> None:
         return float((fades * tokens).sum() / (fades * steps).sum())
 
     for kind in (THINKING, ANSWER, LONG_ANSWER):
-        assert choice.tokens_a_step(3, kinds={kind: 2}) == pytest.approx(mean(kind))
+        assert choice.tokens_a_step(3, row_kinds={kind: 2}) == pytest.approx(mean(kind))
 
 
 def simulate_regions(seed: int, *, by_kind: bool, cycles: int = 12) -> tuple[float, list[list]]:
@@ -443,20 +437,20 @@ def simulate_regions(seed: int, *, by_kind: bool, cycles: int = 12) -> tuple[flo
     for kind in [THINKING, ANSWER] * cycles:
         chosen.append([])
         for _ in range(15):
-            index = choice.choose(2, kinds={kind: 2} if by_kind else None)
+            index = choice.choose(2, row_kinds={kind: 2} if by_kind else None)
             depth = depth_of(DRAFTS[index])
             would_accept = draw.random((2 * STEPS, depth)) < CHANCES[kind[0]]
             accepted = np.pad(np.cumprod(would_accept, axis=1).sum(0), (0, 7 - depth))
             emitted = 2 * STEPS + int(accepted.sum())
-            results = {"row_steps": 2 * STEPS, "emitted": emitted, "accepted_at": accepted}
+            results = RowResults(2 * STEPS, emitted, accepted.tolist())
             seconds = STEPS * costs(2)[index]
             choice.record(
                 2,
                 index,
+                results,
                 seconds=seconds,
                 steps=STEPS,
-                **results,
-                by_kind={kind: RowResults(**results)} if by_kind else None,
+                by_kind={kind: results} if by_kind else None,
             )
             tokens, spent = tokens + emitted, spent + seconds
             chosen[-1].append(index)
@@ -482,24 +476,38 @@ def test_each_region_has_its_own_draft_at_once(seed: int) -> None:
         assert calls.count(expected) >= 12
 
 
-def test_a_draft_that_is_used_in_one_region_is_tried_in_another() -> None:
-    """Let the current draft of thoughts be the best of answers, too, although it looks bad there.
+@pytest.mark.parametrize("other", [ANSWER, ("thinking", "1024")])
+def test_a_draft_that_is_used_with_one_kind_is_tried_with_another(other: RowGroup) -> None:
+    """Let the current draft of one kind be the worst of another, although it looks good there.
 
-    What a draft was measured to do in other regions must not keep it from being tried.
+    What a draft was measured to do with other kinds must not keep others from being tried.
     """
     drafts = (StaticTree(complete_tree((3,))), TREE)
     choice = DraftChoice(drafts, {(1, 0): 0.010, (1, 1): 0.012})
-    tokens = {("thinking", 0): 1.9, ("thinking", 1): 1.2, ("answer", 0): 1.1, ("answer", 1): 3.0}
-    chosen: dict[str, list[int]] = {"thinking": [], "answer": []}
-    for kind in [THINKING] * 200 + [ANSWER, THINKING] * 100:
-        index = choice.choose(1, kinds={kind: 1})
-        emitted = round(STEPS * tokens[kind[0], index])
-        results: dict = {"row_steps": STEPS, "emitted": emitted, "accepted_at": np.zeros(3)}
-        by_kind = {kind: RowResults(**results)}
-        choice.record(1, index, seconds=None, steps=STEPS, **results, by_kind=by_kind)
-        chosen[kind[0]].append(index)
-    assert chosen["answer"][40:].count(1) >= 55
-    assert chosen["thinking"][200:].count(0) >= 90
+    tokens = {(THINKING, 0): 1.9, (THINKING, 1): 1.2, (other, 0): 1.1, (other, 1): 3.0}
+    chosen: dict[RowGroup, list[int]] = {THINKING: [], other: []}
+    for kind in [THINKING] * 200 + [other, THINKING] * 100:
+        index = choice.choose(1, row_kinds={kind: 1})
+        emitted = round(STEPS * tokens[kind, index])
+        results = RowResults(STEPS, emitted, [0.0] * 3)
+        choice.record(1, index, results, seconds=None, steps=STEPS, by_kind={kind: results})
+        chosen[kind].append(index)
+    assert chosen[other][40:].count(1) >= 55
+    assert chosen[THINKING][200:].count(0) >= 90
+
+
+def test_first_trials_end_with_what_they_measure_or_after_a_few_calls() -> None:
+    """Let no call of the new kind measure anything at first: the trials go on, but not forever."""
+    choice = DraftChoice((StaticTree(complete_tree((3,))), TREE), {(1, 0): 0.010, (1, 1): 0.012})
+    tried = {True: 0, False: 0}
+    for kind, measures in [(THINKING, True)] * 100 + [(ANSWER, False)] * 200:
+        index = choice.choose(1, row_kinds={kind: 1})
+        results = RowResults(STEPS, round(STEPS * (1.9 - 0.7 * index)), [0] * 3)
+        by_kind = {kind: results} if measures else {}
+        choice.record(1, index, results, seconds=None, steps=STEPS, by_kind=by_kind)
+        tried[measures] += index
+    assert 2 <= tried[True] <= 4
+    assert 6 <= tried[False] <= 12
 
 
 # --- the parts of a union -------------------------------------------------------------------------
@@ -534,7 +542,7 @@ def call_of_parts(
     accepted = np.max(agreed, axis=0)
     at = (np.arange(8) < accepted[:, None]).sum(0)
     return RowResults(
-        steps, steps + int(accepted.sum()), at, int(sum(agreed[0])), int(sum(agreed[1]))
+        steps, steps + int(accepted.sum()), at.tolist(), int(sum(agreed[0])), int(sum(agreed[1]))
     )
 
 
@@ -553,12 +561,10 @@ def simulate_parts(
         choice._shares = {}
     tokens, spent, chosen = 0, 0.0, Counter()
     for _ in range(calls):
-        index = choice.choose(2, kinds={ANSWER: 2})
+        index = choice.choose(2, row_kinds={ANSWER: 2})
         results = call_of_parts(index, draw, chances, rows=2)
         time = STEPS * seconds[index]
-        choice.record(
-            2, index, seconds=time, steps=STEPS, **vars(results), by_kind={ANSWER: results}
-        )
+        choice.record(2, index, results, seconds=time, steps=STEPS, by_kind={ANSWER: results})
         tokens, spent = tokens + results.emitted, spent + time
         chosen[index] += 1
     return tokens / spent, chosen, choice
@@ -595,12 +601,12 @@ def test_a_call_with_a_union_measures_its_parts() -> None:
     choice = DraftChoice(SPLITS, {(2, index): it for index, it in enumerate(split_seconds())})
     for _ in range(300):
         results = call_of_parts(1, draw, chances, rows=8)
-        choice.record(2, 1, seconds=None, steps=STEPS, **vars(results), by_kind={ANSWER: results})
+        choice.record(2, 1, results, seconds=None, steps=STEPS, by_kind={ANSWER: results})
     for index in (2, 4):
         alone = call_of_parts(index, draw, chances, rows=4000)
         expected = alone.emitted / alone.row_steps
         assert choice.tokens_a_step(index) == pytest.approx(expected, rel=0.04)
-        assert choice.tokens_a_step(index, kinds={ANSWER: 1}) == choice.tokens_a_step(index)
+        assert choice.tokens_a_step(index, row_kinds={ANSWER: 1}) == choice.tokens_a_step(index)
     assert choice.tokens_a_step(3) == DraftChoice(SPLITS, {}).tokens_a_step(3)  # not measured
 
 
@@ -619,6 +625,38 @@ def test_a_chain_of_its_own_is_no_part_of_a_union_with_fewer_slots() -> None:
     cut = UnionTree((Chain(4), Chain(8)), (2, 8))
     choice = DraftChoice((None, cut, Chain(4)), {})
     before = choice.tokens_a_step(2)
-    results: dict = {"row_steps": 80, "emitted": 90, "accepted_at": [10, *[0] * 7]}
-    choice.record(1, 1, seconds=None, steps=10, **results, by_first=0, by_others=10)
+    results = RowResults(80, 90, [10, *[0] * 7], by_first=0, by_others=10)
+    choice.record(1, 1, results, seconds=None, steps=10)
     assert choice.tokens_a_step(2) == before
+
+
+def test_a_chain_that_is_a_part_of_a_union_informs_other_chains_and_is_informed_by_them() -> None:
+    """Check which measurements count: those of the union, or of chains since then."""
+    drafts = (None, UNION, Chain(4), Chain(3))
+    choice = DraftChoice(drafts, {})
+
+    def of_union(chance: float) -> None:
+        accepted = survival_of(Chain(4), chance, 64)
+        total = int(accepted.sum())
+        results = RowResults(64, 64 + total, accepted.tolist(), by_first=total, by_others=0)
+        choice.record(1, 1, results, seconds=None, steps=8, by_kind={ANSWER: results})
+
+    for row_kinds in (None, {ANSWER: 1}):
+        before = choice.tokens_a_step(3, row_kinds=row_kinds)
+        for _ in range(40):
+            of_union(0.6)
+        assert choice.tokens_a_step(2) == pytest.approx(tokens_of(Chain(4), 0.6), rel=0.02)
+        assert choice.tokens_a_step(3, row_kinds=row_kinds) == before
+        for _ in range(40):  # calls with the chain itself
+            record_kind(choice, 2, ANSWER, 0.3, 64)
+        for index in (2, 3):
+            assert choice.tokens_a_step(index, row_kinds=row_kinds) == pytest.approx(
+                tokens_of(drafts[index], 0.3), rel=0.02
+            )
+        for _ in range(40):
+            of_union(0.9)
+        assert choice.tokens_a_step(2) == pytest.approx(tokens_of(Chain(4), 0.9), rel=0.02)
+        for _ in range(40):  # another chain, which says little about the last token of this one
+            record_kind(choice, 3, ANSWER, 0.5, 64)
+        first = tokens_of(Chain(3), 0.5)
+        assert choice.tokens_a_step(2) == pytest.approx(first + 0.3**4, rel=0.02)

@@ -22,6 +22,7 @@ from specjax.serving.row_kinds import (
     RowKind,
 )
 from specjax.serving.totals import KindCounts, RowTokens, Totals
+from specjax.templates import renderer
 from specjax.text import encode_continuation, load_tokenizer
 from tests.chat.published_templates import template
 from tests.serving.test_thinking import BEGIN, FINISH, NEW, PROMPTS, engine
@@ -123,6 +124,53 @@ def test_the_regions_of_a_chat_are_those_of_its_last_answer() -> None:
         assert region(begin + text) == expected, text
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mistral_nemo", "mistral_small_3_2", "ministral_3"])
+def test_the_answer_to_a_tools_result_is_no_call(name: str) -> None:
+    tokenizer = load_tokenizer(embedded("target"))
+    tokenizer.chat_template = template(name)
+    tags = "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"
+    tokenizer.add_tokens(list(tags), special_tokens=True)
+    marks = region_marks(tokenizer)
+    function = {"name": "weather", "arguments": {"city": "Oslo"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "How is the weather?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": "call12345", "function": function}],
+        },
+        {"role": "tool", "name": "weather", "content": "Rain.", "tool_call_id": "call12345"},
+    ]
+    text = renderer(tokenizer)(messages)
+    call = text.index("[TOOL_CALLS]") + len("[TOOL_CALLS]")
+    beginnings = {call - len("[TOOL_CALLS]"): "answer", call: "tool_call", call + 9: "tool_call"}
+    for length, expected in (beginnings | {len(text): "answer"}).items():
+        ids = encode_continuation(tokenizer, text[:length])
+        assert RegionReader(marks, ids).region == expected, text[:length]
+    reader = RegionReader(marks)
+    reader.append(encode_continuation(tokenizer, text + "It rains."))
+    assert reader.region == "answer"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_prompt_is_read_from_its_last_answer_on(seed: int) -> None:
+    """Compare with a reader of all tokens. Some marks end as others do, and are longer."""
+    draw = random.Random(seed)
+    longer = RegionMark((4, 3, 3), ("thinking",), "tool_call")
+    marks = RegionMarks((*MARKS.marks, longer))
+    for length in (0, 1, 7, 300):
+        prompt = draw.choices([0, 3, 4, 5, 6, 12], k=length)
+        slow = RegionReader(marks)
+        for token in prompt:
+            slow.append([token])
+        fast = RegionReader(marks, prompt)
+        for token in (None, *draw.choices([0, 3, 4, 5, 6, 12], k=5)):
+            assert fast.region == slow.region
+            if token is not None:
+                assert fast.append([token]) == slow.append([token])
+
+
 # --- counters -------------------------------------------------------------------------------------
 
 
@@ -158,7 +206,7 @@ def test_counters_of_kinds_do_not_overflow() -> None:
     kinds = [RowKind("answer", "256"), RowKind("answer", "more"), RowKind("thinking", "256")]
     for _ in range(4):
         totals.add(stats)
-        totals.add_kinds(stats, [RowTokens(kind) for kind in kinds])
+        totals.add_kinds(stats, kinds)
     of_kind = totals.kinds[kinds[0]]
     assert of_kind == KindCounts(2**32, 6 * 2**32, 2**32, 2**32, 2**32)
     assert KindCounts.sum(totals.kinds.values()).generated == totals.generated
@@ -167,17 +215,23 @@ def test_counters_of_kinds_do_not_overflow() -> None:
 # --- the engine -----------------------------------------------------------------------------------
 
 
-def check_sums(statistics: Any) -> None:
-    """Check that the counters by region and by length add up to the totals of the engine."""
+def check_sums(served: Engine, steps: int | None = None) -> None:
+    """Check that the counters by region and by length add up to the totals of the engine.
+
+    ``steps`` are the steps of all texts, from the statistics of each; None: some have none.
+    """
+    statistics, totals = served.statistics, served._loop._total
     for counts in (statistics.regions, statistics.context_lengths):
         total = KindCounts.sum(counts.values())
-        assert total[1:] == (
+        assert total == (
+            totals.steps,
             statistics.generated,
             statistics.drafted_steps,
             statistics.drafted,
             statistics.accepted,
         )
         assert total.steps >= total.generated - total.accepted
+        assert steps is None or total.steps == steps
 
 
 @pytest.mark.full
@@ -194,9 +248,10 @@ def test_counters_of_an_engine_add_up_and_regions_are_those_of_an_oracle(
             served.submit(prompt, max_new_tokens=NEW, thinking_budget=budget, seed=seed)
             for seed, prompt in enumerate(PROMPTS)
         ]
-        texts = [list(handle.result(timeout=300).tokens) for handle in handles]
+        results = [handle.result(timeout=300) for handle in handles]
+        texts = [list(result.tokens) for result in results]
         statistics = served.statistics
-    check_sums(statistics)
+        check_sums(served, sum(result.statistics.steps for result in results))
     thinking, accepted = 0, {"thinking": 0, "answer": 0}
     for prompt, text, handle in zip(PROMPTS, texts, handles, strict=True):
         state = THOUGHT.start(prompt)
@@ -215,14 +270,15 @@ def test_counters_of_an_engine_add_up_and_regions_are_those_of_an_oracle(
 
 
 @pytest.mark.full
-def test_lengths_are_those_at_the_start_of_a_call() -> None:
+@pytest.mark.parametrize("steps", [1, 4])
+def test_lengths_are_those_at_the_start_of_a_call(steps: int) -> None:
     generate = specjax.load("embedded")
     prompt = generate.encode("import os\nimport sys\n") * 200
-    sizes: Any = {"rows": 1, "capacity": 512, "page": 64, "chunk": 64, "steps": 1}
-    with Engine(generate, **sizes, warm=False) as served:
+    sizes: Any = {"rows": 1, "capacity": 512, "page": 64, "chunk": 64, "steps": steps}
+    with Engine(generate.target, **sizes, warm=False) as served:  # a token a step
         assert served.submit(prompt[:250], max_new_tokens=20).result(timeout=300)
-        statistics = served.statistics
-    check_sums(statistics)
-    counts = statistics.context_lengths
-    assert counts["256"].generated == 7  # after 250 to 256 tokens
-    assert counts["1024"].generated == 13
+        counts = served.statistics.context_lengths
+        check_sums(served, steps=20)
+    # The calls begin at 250, 251 and so on up to 256 tokens, or at 250 and 254.
+    assert counts["256"].generated == counts["256"].steps == (7 if steps == 1 else 8)
+    assert counts["1024"].generated == (13 if steps == 1 else 12)
