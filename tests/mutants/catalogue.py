@@ -1270,6 +1270,46 @@ CATALOGUE = (
         breaks="Hunyuan's queries and keys are normed before they are rotated.",
     ),
     Mutant(
+        name="heads-without-positions-are-not-normed",
+        file="specjax/models/layers.py",
+        old="if config.qk_unit_norm_everywhere:",
+        new='if config.qk_unit_norm_everywhere and config.rope.kind != "none":',
+        tests=(
+            "tests/models/families/test_families.py::test_logits_are_those_of_transformers[muse_glimmer-0]",
+        ),
+        breaks="Muse Glimmer's queries and keys of layers without RoPE are not normed.",
+    ),
+    Mutant(
+        name="norms-after-a-block-have-the-other-epsilon",
+        file="specjax/models/layers.py",
+        old="return rms_norm(x, params[name], config.post_norm_eps, config.norm_offset)",
+        new="return rms_norm(x, params[name], config.norm_eps, config.norm_offset)",
+        tests=(
+            "tests/models/families/test_families.py::test_logits_are_those_of_transformers[muse_glimmer-0]",
+        ),
+        breaks="Muse Glimmer's norms after attention and MLP have the epsilon of those before.",
+    ),
+    Mutant(
+        name="last-norm-is-centered-like-the-others",
+        file="specjax/models/transformer.py",
+        old='return rms_norm(x, self.params["norm"], config.norm_eps, config.last_norm_offset)',
+        new='return rms_norm(x, self.params["norm"], config.norm_eps, config.norm_offset)',
+        tests=(
+            "tests/models/families/test_families.py::test_logits_are_those_of_transformers[muse_glimmer-0]",
+        ),
+        breaks="The last norm of Muse Glimmer adds 1 to its weight, as all others do.",
+    ),
+    Mutant(
+        name="embeddings-are-not-normed",
+        file="specjax/models/transformer.py",
+        old="if self.config.embedding_normed and normed:",
+        new="if False:",
+        tests=(
+            "tests/models/families/test_families.py::test_logits_are_those_of_transformers[muse_glimmer-0]",
+        ),
+        breaks="Muse Glimmer's embeddings are not normed.",
+    ),
+    Mutant(
         name="interleaved-pairs-as-halves",
         file="specjax/models/rope.py",
         old="return jnp.concatenate([pairs[..., 0::2], pairs[..., 1::2], x[..., turned:]], axis=-1)",
@@ -1836,8 +1876,8 @@ CATALOGUE = (
     Mutant(
         name="choice-by-tokens-alone",
         file="specjax/serving/choice.py",
-        old="return self.tokens_a_step(index, predicted, drafting) / self.seconds[width, index]",
-        new="return self.tokens_a_step(index, predicted, drafting)",
+        old="return (\n    self.tokens_a_step(index, predicted, drafting, row_kinds) / self.seconds[width, index]\n)",
+        new="return self.tokens_a_step(index, predicted, drafting, row_kinds)",
         tests=("tests/serving/test_choice.py::test_each_load_has_its_own_draft",),
         breaks="The draft with the most tokens a step is taken, however long the step.",
     ),
@@ -1854,8 +1894,8 @@ CATALOGUE = (
     Mutant(
         name="choice-forgets-nothing",
         file="specjax/serving/choice.py",
-        old="count, decay = len(emitted), np.exp(-steps / MEMORY)",
-        new="count, decay = len(emitted), 1.0",
+        old="decay = math.exp(-steps / MEMORY)",
+        new="decay = 1.0",
         tests=("tests/serving/test_choice.py::test_it_learns_that_acceptance_drops_and_rises",),
         breaks="What was accepted long ago counts as what is accepted now.",
     ),

@@ -9,8 +9,13 @@ import pytest
 import specjax
 from specjax.assets import embedded
 from specjax.decoding.stats import Stats
+from specjax.drafts.shapes import Chain
+from specjax.errors import LogitsError
 from specjax.grammars import ThoughtTokens
 from specjax.serving import Engine
+from specjax.serving.choice import DraftChoice
+from specjax.serving.constrained_choice import ConstrainedChoice
+from specjax.serving.handle import EngineError
 from specjax.serving.region_marks import region_marks
 from specjax.serving.row_kinds import (
     CONTEXTS,
@@ -25,6 +30,10 @@ from specjax.serving.totals import KindCounts, RowTokens, Totals
 from specjax.templates import renderer
 from specjax.text import encode_continuation, load_tokenizer
 from tests.chat.published_templates import template
+from tests.decoding.test_constrained import models
+from tests.serving.test_constrained import PROMPTS as BROKEN_PROMPTS
+from tests.serving.test_constrained import BrokenAtSevens
+from tests.serving.test_constrained import engine as broken_engine
 from tests.serving.test_thinking import BEGIN, FINISH, NEW, PROMPTS, engine
 
 THOUGHT = ThoughtTokens(BEGIN, FINISH)
@@ -282,3 +291,91 @@ def test_lengths_are_those_at_the_start_of_a_call(steps: int) -> None:
     # The calls begin at 250, 251 and so on up to 256 tokens, or at 250 and 254.
     assert counts["256"].generated == counts["256"].steps == (7 if steps == 1 else 8)
     assert counts["1024"].generated == (13 if steps == 1 else 12)
+
+
+@pytest.mark.full
+def test_cancelled_texts_are_counted_up_to_their_end() -> None:
+    with engine("chain") as served:
+        handles = [
+            served.submit(prompt, max_new_tokens=NEW, seed=seed, thinking_budget=budget)
+            for budget in (None, 3)
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+        for handle in handles[::3]:
+            next(iter(handle), None)
+            handle.cancel()
+        for number, handle in enumerate(handles):
+            if number % 3:
+                handle.result(timeout=300)
+        assert {handle.finish_reason for handle in handles} >= {"cancelled", "length"}
+        served.submit(PROMPTS[0], max_new_tokens=2).result(timeout=300)
+        check_sums(served)
+
+
+@pytest.mark.full
+def test_texts_that_fail_are_counted_up_to_their_end() -> None:
+    """Let the logits of some texts be NaN, and the host fail to read the results of one text."""
+    broken = BrokenAtSevens(**vars(models()[0]))
+    with broken_engine(target=broken, drafts=[Chain(3)]) as served:
+        record, failing = served._loop._record_row, []
+
+        def record_row(progress: Any, row: int, request: Any, handle: Any) -> Any:
+            if handle is failing[0]:
+                raise RuntimeError("made up")
+            return record(progress, row, request, handle)
+
+        handles = [served.submit(prompt, max_new_tokens=NEW) for prompt in BROKEN_PROMPTS[:8]]
+        failed = sum(has_failed(handle) for handle in handles)
+        assert 0 < failed < 8
+        check_sums(served)
+        with served._loop.wake:
+            served._loop._record_row = record_row
+            handles = [served.submit(prompt, max_new_tokens=NEW) for prompt in BROKEN_PROMPTS[:3]]
+            failing.append(handles[1])
+        assert [has_failed(handle) for handle in handles][1]
+        check_sums(served)
+
+
+def has_failed(handle: Any) -> bool:
+    """Wait for a text, and return whether it ended with an error."""
+    try:
+        handle.result(timeout=300)
+    except (LogitsError, EngineError):
+        return True
+    return False
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("budget", [None, 3])
+def test_the_choice_of_a_draft_gets_the_kinds_of_the_rows(
+    budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check calls of free rows, and those of rows with a grammar."""
+    with engine("chain", drafts=["chain:3"]) as served:
+        loop, passed = served._loop, set()
+
+        def spy(owner: Any, name: str) -> None:
+            method = getattr(owner, name)
+
+            def with_kinds(*args: Any, **named: Any) -> Any:
+                row_kinds = named.get("row_kinds") or args[-1]
+                assert sum(row_kinds.values()) == len(loop.scheduler.running)
+                passed.update((type(owner), kind) for kind in row_kinds)
+                return method(*args, **named)
+
+            monkeypatch.setattr(owner, name, with_kinds)
+
+        spy(loop.choice, "choose" if budget is None else "fastest")
+        spy(loop._constrained._choice, "choose")
+        for index in (0, 3):  # an answer, and a thought
+            served.submit(
+                PROMPTS[index], max_new_tokens=NEW, seed=index, thinking_budget=budget
+            ).result(timeout=300)
+        thought, answer = (RowKind.of(it, len(PROMPTS[0])) for it in ("thinking", "answer"))
+        owners = [DraftChoice] if budget is None else [DraftChoice, ConstrainedChoice]
+        assert {(owner, kind) for owner in owners for kind in (thought, answer)} <= passed
+        if budget is None:
+            of_thought, of_answer = (
+                loop.choice.tokens_a_step(0, row_kinds={kind: 1}) for kind in (thought, answer)
+            )
+            assert of_thought != of_answer
