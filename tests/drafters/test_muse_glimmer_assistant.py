@@ -167,6 +167,7 @@ def test_what_is_wrong_is_refused_by_name(published, tmp_path) -> None:
     assert DFlash.from_pretrained(tmp_path).draft_shape == Chain(WINDOW)
 
 
+@pytest.mark.full
 def test_a_published_assistant_leaves_its_vocabulary_out(tmp_path) -> None:
     """Check config.json as transformers writes it, with the headers of tensors alone."""
     import transformers
