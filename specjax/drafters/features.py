@@ -8,9 +8,10 @@ the verdict the pairs of the accepted tokens are read again with the target's fe
 these stay in the cache.
 
 EAGLE has one *module* of this kind. Multi-token prediction (MTP) has several in a row. Module m
-(from 0) reads the state of module m - 1 at t - 1 in place of the feature of t. So it needs no
-feature after t - m, and it can read the first m drafted tokens of a draft in the same way as the
-text. Beyond them the last module continues with its own states.
+(from 0) reads the state of module m - 1 at t - 1 in place of the feature of t, or, in MiMo-V2, the
+feature of t - m itself. So it needs no feature after t - m, and it can read the first m drafted
+tokens of a draft in the same way as the text. Beyond them the last module continues with its own
+states.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ class FeatureState:
     Attributes:
         cache: the cache of the pairs that were read with the target's features, module by module.
             Slot t has the pair of position t.
-        newest: ``[B, M, H]``, the state of each module at the newest pair of each row.
+        newest: ``[B, M, Hs]``, the state of each module at the newest pair of each row.
     """
 
     cache: KVCache
@@ -82,6 +83,11 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         """The size of the target's hidden states."""
         return self.sizes.hidden_size
 
+    @property
+    def state_size(self) -> int:
+        """The size of a state of the drafter, Hs; by default that of its layers."""
+        return self.sizes.hidden_size
+
     def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
         """Return the features ``[B, T, H]`` of T tokens, by default the target's hidden states.
 
@@ -103,8 +109,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         """Read T pairs with one module.
 
         Args:
-            states: ``[B, T, H]``, for each pair the feature, or the drafter's own state in its
-                place.
+            states: for each pair the feature, ``[B, T, H]``, or the drafter's own state in its
+                place, ``[B, T, Hs]``.
             embedded: ``[B, T, H]``, the embeddings of the pairs' tokens.
             positions: ``[B, T]``, the RoPE positions.
             mask: ``[B|1, T, T]`` bool, which pairs of this call see each other; None: each sees
@@ -114,13 +120,37 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             module: the index of the module.
 
         Returns:
-            The module's state ``[B, T, H]`` at each pair, and the KV entries of the pairs in each
+            The module's state ``[B, T, Hs]`` at each pair, and the KV entries of the pairs in each
             layer.
         """
         raise NotImplementedError
 
+    def in_window(
+        self,
+        layer: int,
+        mask: jax.Array | None,
+        positions: jax.Array,
+        of_pairs: jax.Array | None = None,
+    ) -> jax.Array | None:
+        """Return the part of a mask inside the window of a layer; all if it has none.
+
+        Every mask between pairs of a text needs this; `_past` does it for the cache. Pairs that
+        see themselves alone have no mask.
+
+        Args:
+            layer: the index of the layer in a module.
+            mask: ``[B|1, T, S]`` bool, which of S pairs each of T pairs sees, or None.
+            positions: ``[B, T]``, the positions of the T pairs.
+            of_pairs: ``[B, S]``, the positions of the S pairs; None: the same pairs.
+        """
+        window = self.sizes.window_of(layer)
+        if window is None or mask is None:
+            return mask
+        others = positions if of_pairs is None else of_pairs
+        return mask & (positions[:, :, None] - others[:, None] < window)
+
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
-        """Return the float32 logits ``[..., Vd]`` for the ``states [..., H]`` of ``module``.
+        """Return the float32 logits ``[..., Vd]`` for the ``states [..., Hs]`` of ``module``.
 
         The default is those of the target's head.
         """
@@ -155,7 +185,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         cache = KVCache(
             layers=self._empty(batch, capacity, self.modules), length=jnp.zeros(batch, jnp.int32)
         )
-        newest = jnp.zeros((batch, self.modules, self.sizes.hidden_size), self._dtype)
+        newest = jnp.zeros((batch, self.modules, self.state_size), self._dtype)
         return FeatureState(cache=cache, newest=self._by_row(newest))
 
     @property
@@ -269,7 +299,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
             frontier: Frontier, carried: tuple[Entries, jax.Array]
         ) -> tuple[jax.Array, tuple[Entries, jax.Array]]:
             scratch, states = carried
-            # ``[B, F, M, H]`` the states of each node's parent, by module.
+            # ``[B, F, M, Hs]`` the states of each node's parent, by module.
             above = jnp.take_along_axis(states, frontier.parents[..., None, None], axis=1)
             embedded = self.embed(target, frontier.tokens)
             positions = jnp.broadcast_to(

@@ -520,11 +520,19 @@ class ModelConfig:
             raise InputError("linear_layers: cannot be combined with windows of them")
 
     def _check_gates(self) -> None:
-        gates = [self.gated_heads, self.gated_values, self.gated_attention]
-        if sum(gates) > 1 or (any(gates) and self.mla is not None):
+        gates = [
+            name
+            for name in ("gated_heads", "gated_values", "gated_attention")
+            if getattr(self, name)
+        ]
+        if len(gates) > 1:
+            raise InputError(f"{gates[0]}: cannot be combined with {' and '.join(gates[1:])}")
+        if self.mla is not None and (self.gated_heads or self.gated_values):
+            raise InputError(f"{gates[0]}: cannot be combined with latent attention (mla)")
+        if self.qk_unit_norm and self.qk_unit_norm_everywhere:
             raise InputError(
-                "gated_heads: cannot be combined with gated_values, gated_attention or latent"
-                " attention"
+                "qk_unit_norm: cannot be combined with qk_unit_norm_everywhere, which norms the"
+                " queries and keys of all layers: give one of them"
             )
         for name in ("mlp_limit", "experts_limit"):
             if (limit := getattr(self, name)) is not None and limit <= 0:

@@ -179,6 +179,7 @@ def test_texts_do_not_depend_on_the_drafter(published) -> None:
     conformance.check(target, drafter, new_tokens=10, come_and_go=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", Eagle3.layouts)
 def test_what_is_written_is_read_again(published, tmp_path, layout) -> None:
     drafter = Eagle3.from_pretrained(published[1], dtype=np.float32)
@@ -193,6 +194,7 @@ def test_what_is_written_is_read_again(published, tmp_path, layout) -> None:
     assert shape == (10, 2 * HIDDEN)
 
 
+@pytest.mark.full
 def test_a_drafter_with_experts_is_refused_in_a_line(published, tmp_path) -> None:
     published[0].save(tmp_path, first_k_dense_replace=0)
     with pytest.raises(
@@ -200,3 +202,7 @@ def test_a_drafter_with_experts_is_refused_in_a_line(published, tmp_path) -> Non
     ):
         Eagle3.from_pretrained(tmp_path)
     assert specjax.Eagle3.checkpoint_format.recognises(CONFIG, ())
+    published[0].save(tmp_path)
+    without = CONFIG | {"n_routed_experts": None, "num_experts_per_tok": None, "n_group": None}
+    (tmp_path / "config.json").write_text(json.dumps(without))
+    assert Eagle3.from_pretrained(tmp_path).config == Eagle3.from_pretrained(published[1]).config

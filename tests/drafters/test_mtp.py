@@ -231,6 +231,7 @@ def test_published_modules_say_what_the_published_network_says(published, tmp_pa
     assert_same(MTP.from_pretrained(tmp_path / "alone", dtype=np.float32), read)
 
 
+@pytest.mark.full_except("mimo")
 def test_a_tensor_that_no_module_has_is_refused(published) -> None:
     directory, *_ = published
     tensors = load_file(directory / "model.safetensors")

@@ -17,6 +17,7 @@ from specjax.drafters.registry import load_drafter
 from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.errors import InputError
 from specjax.evaluation import conformance
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.sampling import Sampling
 from tests.models.families import zoo
@@ -130,6 +131,7 @@ def test_texts_do_not_depend_on_the_assistant(published, draft) -> None:
     conformance.check(target, drafter, new_tokens=10, come_and_go=False)
 
 
+@pytest.mark.full
 def test_an_assistant_is_read_as_it_was_written(published, tmp_path) -> None:
     """Check that it is written in z-lab's layout, and refused in one that cannot express it."""
     _, _, target_path, path = published
@@ -147,15 +149,42 @@ def test_an_assistant_is_read_as_it_was_written(published, tmp_path) -> None:
     assert isinstance(load_drafter(str(path), None, config), DFlash)
 
 
+@pytest.mark.full
 def test_what_is_wrong_is_refused_by_name(published, tmp_path) -> None:
     path = published[3]
     raw = json.loads((path / "config.json").read_text())
     save_file(load_file(path / "model.safetensors"), tmp_path / "model.safetensors")
     for changes, message in (
-        ({"block_size": WINDOW + 1}, "sliding_window=5: must be at least block_size=6"),
+        ({"block_size": WINDOW + 2}, "sliding_window=5: must be at least block_size - 1 = 6"),
         ({"target_layer_ids": [0, 2]}, "fc.weight reads 96 numbers, but 2 layers"),
         ({"num_hidden_layers": 3, "layer_types": None}, "num_hidden_layers=3, but there are"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw | changes))
         with pytest.raises(CheckpointError, match=message):
             DFlash.from_pretrained(tmp_path)
+    # The last token of a block sees the root, as many places before it as the window is a distance.
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"block_size": WINDOW + 1}))
+    assert DFlash.from_pretrained(tmp_path).draft_shape == Chain(WINDOW)
+
+
+@pytest.mark.full
+def test_a_published_assistant_leaves_its_vocabulary_out(tmp_path) -> None:
+    """Check config.json as transformers writes it, with the headers of tensors alone."""
+    import transformers
+
+    raw = transformers.MuseGlimmerAssistantConfig().to_dict()
+    raw.pop("vocab_size", None)
+    taps, hidden = raw["target_layer_ids"], raw["hidden_size"]
+    shapes = {"encoder.fc.weight": (hidden, len(taps) * hidden)}
+    shapes |= {
+        f"layers.{layer}.self_attn.q_proj.weight": (raw["num_attention_heads"] * 128, hidden)
+        for layer in range(raw["num_hidden_layers"])
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    stored = CheckpointFiles(tmp_path)
+    vars(stored)["shapes"] = shapes  # in place of those of a file of many gigabytes
+    config = DFlash.checkpoint_format.read_config(stored)
+    assert config.layer.vocab_size == 202_048
+    assert config.taps == tuple(layer + 1 for layer in taps)
+    assert config.layer.sliding_window == raw["sliding_window"] + 1
+    assert config.block_size == raw["block_size"] and not config.embedding_normed

@@ -330,3 +330,25 @@ def test_a_configuration_by_layer() -> None:
     assert uniform.of_layer(1) is uniform
     with pytest.raises(CheckpointError, match=r"a llama checkpoint cannot express this"):
         config_json.format_config(config, "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"gated_values": True, "gated_attention": True},
+            "^gated_values: cannot be combined with gated_attention$",
+        ),
+        (
+            {"gated_heads": True, "num_kv_heads": 4, "mla": MLA(6, 6, 4, 8)},
+            "^gated_heads: cannot be combined with latent attention",
+        ),
+        (
+            {"qk_unit_norm": True, "qk_unit_norm_everywhere": True},
+            "^qk_unit_norm: cannot be combined with qk_unit_norm_everywhere",
+        ),
+    ],
+)
+def test_switches_that_exclude_each_other_are_named(changes, message) -> None:
+    with pytest.raises(InputError, match=message):
+        tiny_config(**changes)

@@ -308,10 +308,10 @@ def _read_muse_glimmer(fields: Fields, stored: CheckpointFiles) -> dict[str, Any
     Its window is a distance: a token sees as many tokens before it, and itself.
     """
     window, size = fields["sliding_window"], fields["block_size"]
-    if size > window:
+    if size - 1 > window:
         raise CheckpointError(
-            f"{stored.file}: sliding_window={window}: must be at least block_size={size}: windows"
-            " within a block are not implemented"
+            f"{stored.file}: sliding_window={window}: must be at least block_size - 1 = {size - 1}:"
+            " windows within a block are not implemented"
         )
     raw = _MUSE_GLIMMER | {name: value for name, value in stored.raw.items() if value is not None}
     count = raw["num_hidden_layers"]
@@ -501,6 +501,11 @@ def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str)
         InputError: The layout has no field for a property of the drafter.
     """
     config: DFlashConfig = drafter.config
+    if not config.embedding_normed and layout != "dflash":
+        raise InputError(
+            f"layout={layout!r}: it cannot express embeddings without the target's norm: write it"
+            " as 'dflash'"
+        )
     if layout == "speculators":
         return _speculators_config(config, dtype, target)
     unsupported = [name for name, applies in _unsaid(config, layout).items() if applies]
@@ -555,7 +560,6 @@ def _unsaid(config: DFlashConfig, layout: str) -> dict[str, bool]:
         }
     uses_targets = not (config.own_embedding and config.own_head)
     return properties | {
-        "embeddings without the target's norm": not config.embedding_normed,
         "blocks that are causal": config.causal or config.causal_in_window,
         "anchors that predict nothing": not config.from_anchor,
         "that embedding and head are the target's": uses_targets,
@@ -572,11 +576,6 @@ def _heads_of(config: DFlashConfig) -> JsonObject:
 
 
 def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> JsonObject:
-    if not config.embedding_normed:
-        raise InputError(
-            "layout='speculators': it cannot express embeddings without the target's norm: write it"
-            " as 'dflash'"
-        )
     if config.causal or (config.layer.windowed_layers and not config.window_of_block):
         if config.causal:
             what = "a block that is causal in every layer"

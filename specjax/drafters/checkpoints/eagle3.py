@@ -234,7 +234,13 @@ def read_config(stored: CheckpointFiles, raw: JsonObject | None = None) -> Eagle
     options = check_fields(nested, _NESTED, source, "eagle_config.")
     flags["norm_output"] |= options["return_hidden_post_norm"]
     if layer_fields is None and raw.get("kv_lora_rank") is not None:
-        layer = config_json.parse_drafter_config(_NO_EXPERTS | raw | _LATENT, source)
+        # A null in place of a number of experts says that there are none.
+        stated = {
+            name: value
+            for name, value in raw.items()
+            if value is not None or name not in _NO_EXPERTS
+        }
+        layer = config_json.parse_drafter_config(_NO_EXPERTS | stated | _LATENT, source)
     elif layer_fields is None:
         layer = config_json.parse_drafter_config(raw, source)
     else:

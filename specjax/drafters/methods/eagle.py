@@ -173,7 +173,8 @@ class Eagle(FeatureDrafter):
         turn = rotations(config.rope, config.head_dim, positions)
         x = linear(self.params, "fc", jnp.concatenate([embedded, states], axis=-1))
         # Unlike the target's layers, this one has no norm before attention.
-        attended, entry = attention(layer, config, x, turn, mask, past[0])
+        visible = self.in_window(0, mask, positions)
+        attended, entry = attention(layer, config, x, turn, visible, past[0])
         x = x + attended
         normed = rms_norm(x, layer["post_norm"], config.norm_eps)
         return x + mlp(layer, normed, activation=config.activation), (entry,)

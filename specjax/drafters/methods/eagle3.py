@@ -24,7 +24,6 @@ from specjax.drafters.features import FeatureDrafter, Past
 from specjax.drafters.trained import CheckpointFormat, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
-from specjax.models.attention import Piece
 from specjax.models.cache import Entries, Entry
 from specjax.models.config import ModelConfig
 from specjax.models.layers import attention, decoder_layer, linear, mlp, rms_norm
@@ -170,30 +169,19 @@ class Eagle3(FeatureDrafter):
         first, *rest = self.params["layers"]
         normed = rms_norm(states, first["hidden_norm"], eps)
         joined = jnp.concatenate([rms_norm(embedded, first["input_norm"], eps), normed], axis=-1)
-        attended, entry = attention(
-            first, config, joined, turn, *self.seen(0, positions, mask, past[0])
-        )
+        visible = self.in_window(0, mask, positions)
+        attended, entry = attention(first, config, joined, turn, visible, past[0])
         x = (normed if self.config.norm_before_residual else states) + attended
         x = x + mlp(first, rms_norm(x, first["post_norm"], eps), activation=config.activation)
         entries = [entry]
         for index, (layer, before) in enumerate(zip(rest, past[1:], strict=True), 1):
-            x, entry = decoder_layer(
-                layer, config, x, turn, *self.seen(index, positions, mask, before)
-            )
+            visible = self.in_window(index, mask, positions)
+            x, entry = decoder_layer(layer, config, x, turn, visible, before)
             entries.append(entry)
         # What is fed back in place of a feature is the state before the norm, unless the checkpoint
         # says otherwise.
         output = rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x
         return output, tuple(entries)
-
-    def seen(
-        self, layer: int, positions: jax.Array, mask: jax.Array | None, past: tuple[Piece, ...]
-    ) -> tuple[jax.Array | None, tuple[Piece, ...]]:
-        """Return the part of ``mask`` and ``past`` (see `run`) that a layer sees.
-
-        Here it is all.
-        """
-        return mask, past
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         if self.config.norm_output:

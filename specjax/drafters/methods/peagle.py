@@ -23,7 +23,6 @@ from specjax.drafters.trained import CheckpointFormat
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.models import params as declarations
-from specjax.models.attention import Filled, Piece
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -120,32 +119,6 @@ class PEagle(Eagle3):
     @property
     def drafts_elsewhere(self) -> bool:
         return False
-
-    def seen(
-        self, layer: int, positions: jax.Array, mask: jax.Array | None, past: tuple[Piece, ...]
-    ) -> tuple[jax.Array | None, tuple[Piece, ...]]:
-        """Return the part of ``mask`` and ``past`` (see `run`) inside the window of a layer.
-
-        A piece with a mask has the text, one pair in each slot. The first pair that a token sees is
-        the one at position 0: the documents of a training window lie one after the other.
-        """
-        window = self.sizes.window_of(layer)
-        if window is None:
-            return mask, past
-        first = positions - window + 1  # [B, T]
-
-        def in_window(piece: Piece) -> Piece:
-            if isinstance(piece, Filled):
-                return piece  # the base class has hidden what is before the window
-            assert isinstance(piece, tuple)
-            entry, visible = piece
-            if visible is None:
-                return piece
-            place = jnp.arange(visible.shape[-1]) - jnp.argmax(visible, axis=-1)[..., None]
-            return entry, visible & (place >= first[..., None])
-
-        window_mask = None if mask is None else mask & (positions[:, None] >= first[..., None])
-        return window_mask, tuple(in_window(piece) for piece in past)
 
     def placeholders(self, target: Target, batch: int, count: int) -> tuple[jax.Array, jax.Array]:
         """Return the states and embedded tokens of ``count`` placeholders, each ``[B, T, H]``."""

@@ -237,14 +237,18 @@ def read_depths(
     between: list[Entries] = [() for _ in text]
     for depth, size in enumerate(sizes, 1):
         between = jax.tree.map(lambda part, size=size: part[:, :, :size], between)
+        at = drawn_positions[:, :size] + depth
         past: Past = tuple(
-            ((entry, mask[:, :size]), *((placeholder, None) for placeholder in placeholders))
-            for entry, placeholders in zip(text, between, strict=True)
+            (
+                (entry, student.in_window(layer, mask[:, :size], at, every)),
+                *((placeholder, None) for placeholder in placeholders),
+            )
+            for layer, (entry, placeholders) in enumerate(zip(text, between, strict=True))
         )
         states, new = run(
             student,
             *student.placeholders(target, rows, size),
-            drawn_positions[:, :size] + depth,
+            at,
             None,
             past,
         )

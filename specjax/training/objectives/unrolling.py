@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.drafters.features import FeatureDrafter, visible_in
+from specjax.models.attention import Piece
 from specjax.models.transformer import Target
 from specjax.training.contract import Batch, Mean, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
@@ -32,7 +33,7 @@ def unroll(
     detach: bool,
     remat: bool = False,
 ) -> Iterator[jax.Array]:
-    """Yield the drafter's states ``[B, T, H]`` of each step.
+    """Yield the drafter's states ``[B, T, Hs]`` of each step.
 
     The example is a window of 5 tokens of one document (T = 5: the inputs are tokens 0 to 4, the
     last label is token 5) and 3 steps. The table shows what the drafter reads at place t: a state,
@@ -88,14 +89,22 @@ def unroll(
             yield ahead(states, module)
     states = ahead(states, last)
     # By layer, the KV that the drafted steps attend to: that of the text with its mask, then one
-    # entry of each step before, of the own place alone (None instead of a mask).
-    past = tuple(((entry, ahead(mask, last)),) for entry in new)
+    # entry of each step before, of the own place alone (None instead of a mask). As in drafting, a
+    # window hides text alone: a draft is not deeper than the window.
+    text, mask = new, ahead(mask, last)
+    drafted: tuple[tuple[Piece, ...], ...] = ((),) * len(text)
     for step in range(student.modules, steps):
         states = jax.lax.stop_gradient(states) if detach else states
         embedded = student.embed(target, ahead(batch["tokens"], 1 + step)[:, :count])
+        past = tuple(
+            ((entry, student.in_window(layer, mask, place + step, place)), *steps_before)
+            for layer, (entry, steps_before) in enumerate(zip(text, drafted, strict=True))
+        )
         states, new = run(student, states, embedded, place + step, None, past, last)
         yield states
-        past = tuple((*before, (entry, None)) for before, entry in zip(past, new, strict=True))
+        drafted = tuple(
+            (*before, (entry, None)) for before, entry in zip(drafted, new, strict=True)
+        )
 
 
 class FeatureMethod(TrainingMethod):

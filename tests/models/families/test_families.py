@@ -76,7 +76,7 @@ def logits(target, tokens):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", zoo.cases())
+@pytest.mark.parametrize("name", zoo.cases("muse_glimmer"))
 def test_logits_are_those_of_transformers(zoo_model, name, seed) -> None:
     model = zoo_model(name, seed)
     assert np.abs(model.logits).max() > 1

@@ -605,6 +605,7 @@ FULL_ALONE = (
     "glm_moe_dsa",
     "exaone4",
     "granitemoehybrid",
+    "muse_glimmer",
     "nemotron_h with experts",
     "falcon_h1",
     "lfm2_moe",
@@ -643,9 +644,12 @@ def case(values: Any, name: str) -> Any:
     return pytest.param(*values, marks=marks)
 
 
-def cases() -> list[Any]:
-    """Return the names of all models, to parametrize tests; some are in the full tier alone."""
-    return [case(name, name) for name in MODELS]
+def cases(*fast: str) -> list[Any]:
+    """Return the names of all models, to parametrize tests.
+
+    Some are in the full tier alone, but none of ``fast`` is.
+    """
+    return [name if name in fast else case(name, name) for name in MODELS]
 
 
 def model_type(name: str) -> str:
