@@ -13,6 +13,7 @@ from specjax.models.published import parameter_count, published
 from specjax.training.config import TrainConfig
 
 V5P, H100S, _, V5E, H100 = recipes.OFFERS
+SIX_LAYERS = recipes.RecipesConfig(layers=6, limit=1.0)
 
 
 def test_every_recipe_names_its_target() -> None:
@@ -70,7 +71,7 @@ def test_a_cell_is_compiled_in_another_process_and_its_memory_is_completed(monke
         return SimpleNamespace(returncode=0, stdout=json.dumps(report), stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
-    record = recipes.compile_cell("dflash_qwen3_32b", "qwen3-32b", H100S, 6, 1.0)
+    record = recipes.compile_cell("dflash_qwen3_32b", "qwen3-32b", H100S, SIX_LAYERS)
     assert commands[0][commands[0].index("--mesh") + 1 :][:2] == ["2", "4"]
     # 58 of the 64 layers are absent, split over four chips.
     assert record["absent"] == pytest.approx(2 * 58 / 64 * 31.2e9 / 4, rel=0.02)
@@ -86,5 +87,5 @@ def test_a_refusal_is_recorded(monkeypatch) -> None:
         returncode=2, stdout="", stderr="a warning\nspecjax: error: too large\n"
     )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
-    record = recipes.compile_cell("eagle3_qwen3_8b", "qwen3-8b", H100, 6, 1.0)
+    record = recipes.compile_cell("eagle3_qwen3_8b", "qwen3-8b", H100, SIX_LAYERS)
     assert record == {"refused": "specjax: error: too large"}

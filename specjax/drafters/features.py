@@ -146,8 +146,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         window = self.sizes.window_of(layer)
         if window is None or mask is None:
             return mask
-        others = positions if of_pairs is None else of_pairs
-        return mask & (positions[:, :, None] - others[:, None] < window)
+        of_keys = positions if of_pairs is None else of_pairs
+        return mask & (positions[:, :, None] - of_keys[:, None] < window)
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         """Return the float32 logits ``[..., Vd]`` for the ``states [..., Hs]`` of ``module``.

@@ -171,15 +171,15 @@ class RowResults:
     by_first: int | None = None
     by_others: int | None = None
 
-    def __add__(self, other: "RowResults") -> "RowResults":
+    def __add__(self, results: "RowResults") -> "RowResults":
         """Return the results of two sets of rows together."""
-        is_of_parts = self.by_first is not None and other.by_first is not None
+        is_of_parts = self.by_first is not None and results.by_first is not None
         return RowResults(
-            self.row_steps + other.row_steps,
-            self.emitted + other.emitted,
-            list(map(add, self.accepted_at, other.accepted_at)),
-            self.by_first + other.by_first if is_of_parts else None,  # pyright: ignore[reportOperatorIssue]
-            self.by_others + other.by_others if is_of_parts else None,  # pyright: ignore[reportOperatorIssue,reportOptionalOperand]
+            self.row_steps + results.row_steps,
+            self.emitted + results.emitted,
+            list(map(add, self.accepted_at, results.accepted_at)),
+            self.by_first + results.by_first if is_of_parts else None,  # pyright: ignore[reportOperatorIssue]
+            self.by_others + results.by_others if is_of_parts else None,  # pyright: ignore[reportOperatorIssue,reportOptionalOperand]
         )
 
 

@@ -128,7 +128,7 @@ def test_the_distribution_is_the_targets(rule) -> None:
 def test_in_every_step_the_union_accepts_at_least_what_each_part_would(
     target, temperature, most
 ) -> None:
-    """With a limit the last part has at least the nodes that the others have no slots for."""
+    """Test it with a limit, too: the last part has the nodes that the slots of the others leave."""
     parts = (draft_model(DynamicTree(2, 3, 8)), PromptLookup(draft=4), Fixed(jnp.array([2, 7, 1])))
     union = UnionTree(tuple(part.draft_shape for part in parts), (6, 3, 3), most)
     options = GenerationOptions(

@@ -476,23 +476,23 @@ def test_each_region_has_its_own_draft_at_once(seed: int) -> None:
         assert calls.count(expected) >= 12
 
 
-@pytest.mark.parametrize("other", [ANSWER, ("thinking", "1024")])
-def test_a_draft_that_is_used_with_one_kind_is_tried_with_another(other: RowGroup) -> None:
+@pytest.mark.parametrize("second", [ANSWER, ("thinking", "1024")])
+def test_a_draft_that_is_used_with_one_kind_is_tried_with_another(second: RowGroup) -> None:
     """Let the current draft of one kind be the worst of another, although it looks good there.
 
     What a draft was measured to do with other kinds must not keep others from being tried.
     """
     drafts = (StaticTree(complete_tree((3,))), TREE)
     choice = DraftChoice(drafts, {(1, 0): 0.010, (1, 1): 0.012})
-    tokens = {(THINKING, 0): 1.9, (THINKING, 1): 1.2, (other, 0): 1.1, (other, 1): 3.0}
-    chosen: dict[RowGroup, list[int]] = {THINKING: [], other: []}
-    for kind in [THINKING] * 200 + [other, THINKING] * 100:
+    tokens = {(THINKING, 0): 1.9, (THINKING, 1): 1.2, (second, 0): 1.1, (second, 1): 3.0}
+    chosen: dict[RowGroup, list[int]] = {THINKING: [], second: []}
+    for kind in [THINKING] * 200 + [second, THINKING] * 100:
         index = choice.choose(1, row_kinds={kind: 1})
         emitted = round(STEPS * tokens[kind, index])
         results = RowResults(STEPS, emitted, [0.0] * 3)
         choice.record(1, index, results, seconds=None, steps=STEPS, by_kind={kind: results})
         chosen[kind].append(index)
-    assert chosen[other][40:].count(1) >= 55
+    assert chosen[second][40:].count(1) >= 55
     assert chosen[THINKING][200:].count(0) >= 90
 
 

@@ -139,7 +139,7 @@ class MTPConfig:
 
     @property
     def reads(self) -> Literal["before", "target"]:
-        """What module m reads at position t beside a token: a state, but of which network.
+        """The network whose state module m reads at position t, beside a token.
 
         ``before``: that of module m - 1 at t - 1, as DeepSeek-V3's section 2.2 has it. ``target``:
         the target's at t - m. So MiMo-V2-Flash was trained: SGLang passes states from module to
@@ -529,7 +529,7 @@ class MTP(FeatureDrafter):
 
     @property
     def _passes_on(self) -> bool:
-        """Whether a state has two parts: the network's own, and what the next module reads."""
+        """True if a state has two parts: the network's own, and what the next module reads."""
         return self.config.reads == "target" and self.modules > 1
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
