@@ -334,7 +334,7 @@ def test_a_part_that_gets_slots_drafts_as_if_it_had_always_drafted(target, slots
         assert not info.draft.offered_by[..., slots.index(0)].any()
     draft, _ = propose_step(target, both, state)
     text = state.tokens[:1, : int(state.lengths[0])]
-    assert text.shape[1] > 12
+    assert text.shape[1] >= PROMPTS.shape[1] + 6
     _, fresh = decoding.start(target, union, text, options=options)
     expected, _ = propose_step(target, both, fresh)
     assert expected.offered_by[..., slots.index(0)].any()

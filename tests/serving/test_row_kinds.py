@@ -275,7 +275,7 @@ def test_counters_of_an_engine_add_up_and_regions_are_those_of_an_oracle(
     assert {name: regions[name].accepted for name in accepted} == accepted
     assert regions["tool_call"] == KindCounts()
     if drafter != "none":
-        assert min(regions[name].drafted for name in accepted) > 0
+        assert sum(regions[name].drafted for name in accepted) > 0
 
 
 @pytest.mark.full
@@ -367,7 +367,7 @@ def test_the_choice_of_a_draft_gets_the_kinds_of_the_rows(
 
         spy(loop.choice, "choose" if budget is None else "fastest")
         spy(loop._constrained._choice, "choose")
-        for index in (0, 3):  # an answer, and a thought
+        for index in (1, 3):  # an answer, and a thought
             served.submit(
                 PROMPTS[index], max_new_tokens=NEW, seed=index, thinking_budget=budget
             ).result(timeout=300)
