@@ -31,7 +31,7 @@ from specjax.drafters.pausable import ROOM
 from specjax.errors import InputError, LogitsError
 from specjax.grammars import Matcher
 from specjax.models.cache import groups_of
-from specjax.serving.choice import Copies, DraftChoice, RowResults
+from specjax.serving.choice import Copies, DraftChoice, RowGroup, RowResults
 from specjax.serving.clients import ClientRow, Clients
 from specjax.serving.config import EngineConfig
 from specjax.serving.constrained_calls import ConstrainedCalls
@@ -982,7 +982,7 @@ class EngineLoop:
             for request in requests
         }
 
-    def _drafting_kinds(self) -> Counter[RowKind]:
+    def _drafting_kinds(self) -> Counter[RowGroup]:
         """Return the number of running rows that draft, by kind. Needs the lock."""
         return Counter(
             kind
@@ -1237,7 +1237,7 @@ class EngineLoop:
                     self.handles.pop(handle.request, None)
 
 
-def _results_by_kind(stats: Stats, kinds: Sequence[RowKind]) -> dict[RowKind, RowResults]:
+def _results_by_kind(stats: Stats, kinds: Sequence[RowKind]) -> dict[RowGroup, RowResults]:
     """Return the counters ``[B]`` of rows by kind, as the choice of a draft takes them."""
     histogram = np.asarray(stats.histogram, np.int64)
     counts = [
