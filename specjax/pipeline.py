@@ -18,7 +18,7 @@ from specjax import decoding, text
 from specjax.arguments import LARGEST
 from specjax.decoding.options import GenerationOptions, Grammars, Speculations, ThinkingBudgets
 from specjax.drafters import Drafter
-from specjax.drafters.corpus import as_files
+from specjax.drafters.corpus import files_for
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
@@ -135,7 +135,7 @@ def load(
         specjax.errors.InputError: drafter='early-exit:four': write early-exit:LAYERS, such as ...
     """
     _check_generation_config(generation_config)
-    corpus = _check_corpus(corpus, drafter)
+    corpus = files_for(corpus, drafter)
     shape = None if draft is None else as_shape(draft)
     dtype = None if dtype is None else _float_type(dtype)
     schemes.check_weights(weights)
@@ -180,17 +180,6 @@ def load(
     if spans_processes(target.mesh):
         meet("loaded")  # one process may have read from a slower disk or from the network
     return TextGenerator(target, tokenizer, drafter, default_sampling, speculation)
-
-
-def _check_corpus(corpus: Any, drafter: Any) -> Sequence[str | Path]:
-    """Return the argument ``corpus`` of `load` as a sequence; it needs a drafter's name."""
-    files = as_files(corpus)
-    if files and (not isinstance(drafter, str | Path) or str(drafter) == "none"):
-        raise InputError(
-            f"corpus={[str(file) for file in files]}: it applies to drafters by name; give"
-            " drafter='suffix', or leave it out"
-        )
-    return files
 
 
 def _check_generation_config(value: Any) -> None:

@@ -229,7 +229,7 @@ def _run_rows(
     drafter: Drafter,
     answers: Sequence[Answer],
     indices: dict[int, SuffixIndex],
-    capacity: int = CAPACITY,
+    capacity: int,
 ) -> list[ForcedResult]:
     # The indices of the rows, one segment for each.
     of_rows = [indices[answer.turn] for answer in answers]

@@ -18,6 +18,7 @@ from specjax.client.link import Link, WebSocketLink
 from specjax.client.private import PrivateWriter, split
 from specjax.client.writer import Patience, Writer
 from specjax.drafters.base import Drafter
+from specjax.drafters.corpus import files_for
 from specjax.drafters.methods.mixture_of_attentions import with_told
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
@@ -313,15 +314,10 @@ def connect(
         raise InputError(
             "chat_template: target_parts has no tokenizer; see --target-parts of `specjax convert`"
         )
-    shape = None if draft is None else as_shape(draft)
+    shape, files = None if draft is None else as_shape(draft), files_for(corpus, drafter)
     if isinstance(drafter, str):
         loaded = load_drafter(
-            drafter, shape, target_parts.config, dtype, tokenizer=tokenizer, corpus=corpus
-        )
-    elif corpus:
-        raise InputError(
-            f"corpus={corpus!r}: it applies to drafters by name; give drafter='suffix', or leave it"
-            " out"
+            drafter, shape, target_parts.config, dtype, tokenizer=tokenizer, corpus=files
         )
     else:
         loaded = drafter if shape is None else drafter.replace(draft=shape)  # pyright: ignore[reportAttributeAccessIssue]

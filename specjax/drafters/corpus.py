@@ -36,6 +36,29 @@ def as_files(corpus: Any) -> tuple[str | Path, ...]:
     return tuple(corpus)
 
 
+def files_for(corpus: Any, drafter: Any) -> tuple[str | Path, ...]:
+    """Return the argument ``corpus`` as a tuple of paths, which a drafter that is named may read.
+
+    Raises:
+        InputError: The paths are invalid, or there are some for a drafter that is loaded already.
+
+    Examples:
+        >>> from specjax.drafters.corpus import files_for
+        >>> files_for("notes.txt", "suffix")
+        ('notes.txt',)
+        >>> files_for("notes.txt", specjax.PromptLookup())
+        Traceback (most recent call last):
+        specjax.errors.InputError: corpus=['notes.txt']: it applies to drafters by name; give ...
+    """
+    files = as_files(corpus)
+    if files and (not isinstance(drafter, str | Path) or str(drafter) == "none"):
+        raise InputError(
+            f"corpus={[str(file) for file in files]}: it applies to drafters by name; give"
+            " drafter='suffix', or leave it out"
+        )
+    return files
+
+
 def read_corpus(files: Sequence[str | Path], tokenizer: Any, vocab_size: int) -> list[list[int]]:
     """Return the token ids of some text files, one list for each.
 
