@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class SortingConfig:
     Attributes:
         target: directory or hub id, or "embedded".
         tokens: number of tokens that are sorted.
+        answer_tokens: tokens of each answer that is sorted.
         rows: number of rows, all in use.
         new_tokens: tokens of each text.
         steps: steps of a call.
@@ -44,6 +46,7 @@ class SortingConfig:
 
     target: str = "embedded"
     tokens: int = 1_000_000
+    answer_tokens: int = 1_000
     rows: int = 8
     new_tokens: int = 800
     steps: int = 1
@@ -73,22 +76,28 @@ class TimedDevice:
 
 
 class Sorting:
-    """A thread that lets the answers of a tenant be sorted again and again.
+    """A thread that adds an answer of a tenant as soon as the answers before are sorted.
+
+    The tenant's answers have as many tokens as are kept, so that each new one takes the place of
+    the oldest, and all are sorted again.
 
     Attributes:
         count: the number of sorts.
     """
 
-    def __init__(self, answers: EarlierAnswers, text: np.ndarray) -> None:
-        """Sort ``text``."""
-        self._answers, self._text = answers, text.tolist()
+    def __init__(self, answers: EarlierAnswers, texts: Sequence[list[int]]) -> None:
+        """Add all ``texts``, and sort them."""
+        self._answers, self._texts = answers, texts
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.count = 0
+        for text in texts:
+            answers.add(Tenant("sorted", ""), text)
+        answers.wait()
 
     def _run(self) -> None:
         while not self._is_over.is_set():
-            self._answers.add(Tenant("sorted", ""), self._text)
+            self._answers.add(Tenant("sorted", ""), self._texts[self.count % len(self._texts)])
             self._answers.wait()
             self.count += 1
 
@@ -125,7 +134,9 @@ def measure(config: SortingConfig) -> tuple[dict[str, list[np.ndarray]], int]:
     """Return the milliseconds of calls, by kind and period, and the number of sorts."""
     rng = np.random.default_rng(config.seed)
     generator = pipeline.load(config.target, "suffix", generation_config=None)
-    text = make_text(rng, config.tokens - 1, generator.target.config.vocab_size)
+    text = make_text(rng, config.tokens, generator.target.config.vocab_size).tolist()
+    length = config.answer_tokens - 1  # one place is for the end of an answer
+    texts = [text[begin : begin + length] for begin in range(0, len(text) - length, length)]
     times: dict[str, list[np.ndarray]] = {"without": [], "while sorting": []}
     sorts = 0
     with Engine(
@@ -143,7 +154,7 @@ def measure(config: SortingConfig) -> tuple[dict[str, list[np.ndarray]], int]:
         run_period(engine, device, config)  # compiles
         for _ in range(config.periods):
             times["without"].append(run_period(engine, device, config))
-            with Sorting(answers, text) as sorting:
+            with Sorting(answers, texts) as sorting:
                 times["while sorting"].append(run_period(engine, device, config))
             sorts += sorting.count
     return times, sorts
@@ -153,6 +164,11 @@ def main(config: SortingConfig) -> None:
     """Print the table."""
     if min(config.rows, config.periods) < 1 or config.new_tokens < 100:
         raise InputError("rows and periods must be at least 1, new_tokens at least 100")
+    if not 8 <= config.answer_tokens <= config.tokens // 2:
+        raise InputError(
+            f"answer_tokens={config.answer_tokens}: must be from 8 to half of tokens, that is"
+            f" {config.tokens // 2}"
+        )
     times, sorts = measure(config)
     title = (
         f"milliseconds of a call, {config.rows} rows, {sorts} sorts of {config.tokens:,} tokens"
