@@ -49,6 +49,9 @@ TARGETS = {
 }
 """The published model of each name in `configs`."""
 
+CYCLE_LAYERS = (2, 6)
+"""The two numbers of layers of which the cycles of a training step are counted."""
+
 
 @dataclass(frozen=True)
 class Chips:
@@ -96,6 +99,8 @@ class RecipesConfig:
             cell takes minutes, and with 0, its default, more than ten.
         only: only cells whose name contains one of these texts, such as "dflash_qwen3_8b on v5e-8".
         share: the share of the chips' peak arithmetic that the hours assume.
+        cycles: count the cycles of a training step of cells that have a record: they are compiled
+            with the compiler's default effort, with 2 and with 6 layers, which takes minutes each.
         table: print the table of the records, and compile nothing.
     """
 
@@ -106,6 +111,7 @@ class RecipesConfig:
     effort: float = -1.0
     only: tuple[str, ...] = ()
     share: float = 0.4
+    cycles: bool = False
     table: bool = False
 
 
@@ -246,11 +252,30 @@ def hours(config: TrainConfig, target: ModelConfig, chip: Chip, count: int, shar
     return tokens * operations(config, target) / (count * chip.flops * share) / 3600
 
 
+def count_cycles(
+    recipe: str, target: str, chips: Chips, config: RecipesConfig
+) -> dict[str, int] | None:
+    """Return the cycles of a training step by the number of layers; None if it is refused."""
+    counts = {}
+    for layers in CYCLE_LAYERS:
+        record = compile_cell(recipe, target, chips, replace(config, layers=layers, effort=0.0))
+        if "refused" in record:
+            return None
+        counts[str(layers)] = record["programs"]["step"]["cycles"]
+    return counts
+
+
 def hours_by_cycles(record: Mapping[str, Any], config: TrainConfig, chip: Chip) -> float | None:
-    """Return the hours by the compiler's cycles; None for a part of a target, or for GPUs."""
-    cycles = record["programs"]["step"]["cycles"]
-    if not chip.clock or not cycles or record["layers"] < record["of_layers"]:
+    """Return the hours by the compiler's cycles; None if they were not counted.
+
+    All layers of a target have as many as those between the two depths that were compiled.
+    """
+    if not chip.clock or "step_cycles" not in record:
         return None
+    few, many = sorted(record["step_cycles"], key=int)
+    count = record["step_cycles"][few]
+    a_layer = (record["step_cycles"][many] - count) / (int(many) - int(few))
+    cycles = count + a_layer * (record["of_layers"] - int(few))
     return config.steps * cycles / chip.clock / 3600
 
 
@@ -292,12 +317,23 @@ def main(config: RecipesConfig) -> None:
     all_cells = [] if config.table else cells()
     for number, (recipe, target, chips) in enumerate(all_cells, 1):
         name = f"{recipe} on {chips.name}"
-        if name in records or (config.only and not any(text in name for text in config.only)):
+        if config.only and not any(text in name for text in config.only):
+            continue
+        record = records.get(name)
+        if config.cycles:
+            is_done = record is None or "refused" in record or "step_cycles" in record
+            is_done = is_done or not find_chip(chips.chip).clock
+        else:
+            is_done = record is not None
+        if is_done:
             continue
         if time.monotonic() - started > 60 * config.minutes:
             break
         print(f"{number} of {len(all_cells)}: {name}", file=sys.stderr, flush=True)
-        records[name] = compile_cell(recipe, target, chips, config)
+        if not config.cycles:
+            records[name] = compile_cell(recipe, target, chips, config)
+        elif counts := count_cycles(recipe, target, chips, config):
+            records[name]["step_cycles"] = counts
         write_text(output, json.dumps(records, indent=1) + "\n")
     print(table(records, config.share))
 

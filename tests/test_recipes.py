@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -89,3 +90,46 @@ def test_a_refusal_is_recorded(monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
     record = recipes.compile_cell("eagle3_qwen3_8b", "qwen3-8b", H100, SIX_LAYERS)
     assert record == {"refused": "specjax: error: too large"}
+
+
+def test_cycles_of_a_whole_target_follow_from_two_depths() -> None:
+    config = load_yaml(TrainConfig, "configs/dflash_qwen3_32b.yaml")
+    chip = find_chip("tpu-v5p")
+    # A step has 100 million cycles beside the layers, and each of the 64 layers has 50 million.
+    record = {"of_layers": 64, "step_cycles": {"6": 400_000_000, "2": 200_000_000}}
+    expected = 50_000 * (100e6 + 64 * 50e6) / chip.clock / 3600
+    assert recipes.hours_by_cycles(record, config, chip) == pytest.approx(expected)
+    assert recipes.hours_by_cycles({"of_layers": 64}, config, chip) is None
+    assert recipes.hours_by_cycles(record, config, find_chip("h100")) is None
+
+
+def test_cycles_are_counted_with_the_default_effort(monkeypatch) -> None:
+    configs = []
+
+    def compile_cell(recipe, target, chips, config):
+        configs.append(config)
+        return {"programs": {"step": {"cycles": 10 * config.layers}}}
+
+    monkeypatch.setattr(recipes, "compile_cell", compile_cell)
+    counts = recipes.count_cycles("eagle3_qwen3_8b", "qwen3-8b", V5P, SIX_LAYERS)
+    assert counts == {"2": 20, "6": 60}
+    assert [(config.layers, config.effort) for config in configs] == [(2, 0.0), (6, 0.0)]
+
+
+NAMED_CHIPS = {"eight H100": "H100 x 8", "v5p-8": "v5p-8", "v5p-32": "v5p-32"}
+"""The chips that a configuration of `configs` may name, and their names in the table."""
+
+
+@pytest.mark.parametrize("recipe", sorted({recipe for recipe, _, _ in recipes.cells()}))
+def test_a_recipe_fits_the_chips_that_its_file_names(recipe) -> None:
+    """Read the records of the compiled cells."""
+    records = json.loads(Path("benchmarks/results/recipes.json").read_text())
+    comments = Path(f"configs/{recipe}.yaml").read_text().replace("\n# ", " ")
+    for text, name in NAMED_CHIPS.items():
+        if text in comments:
+            chip = next(offer.chip for offer in recipes.OFFERS if offer.name == name)
+            needed = recipes.bytes_on_a_chip(records[f"{recipe} on {name}"])
+            assert needed <= find_chip(chip).memory, name
+    if "the chips of a v5e-8 are too small" in comments:
+        needed = recipes.bytes_on_a_chip(records[f"{recipe} on v5e-8"])
+        assert needed > find_chip("tpu-v5e").memory
