@@ -28,7 +28,7 @@ from specjax.drafters.methods.suffix import Suffix
 from specjax.drafters.suffix_index import SHORTEST_CONTEXT, SuffixIndex
 from specjax.errors import InputError
 from specjax.serving.pages import Tenant
-from specjax.serving.threads import LEAST, lower_priority
+from specjax.serving.threads import lower_priority
 
 MOST_TENANTS = 1024
 """The largest number of tenants whose answers are kept."""
@@ -231,7 +231,7 @@ class EarlierAnswers:
 
     def _run(self) -> None:
         """Sort whatever changes. This is the body of the thread."""
-        lower_priority(LEAST)
+        lower_priority()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._unsorted)
