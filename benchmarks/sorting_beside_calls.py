@@ -1,10 +1,10 @@
-"""Times of decode calls while the host sorts a tenant's earlier answers, and while it does not.
+"""Times of decode calls while the host sorts answers of another tenant, and while it does not.
 
     python -m benchmarks.sorting_beside_calls
 
-An engine decodes with a text in every row. Periods in which a thread of low priority sorts the
-answers of another tenant without a pause alternate with periods in which it has nothing to do. The
-time of a call is the time from its beginning to that of the next.
+An engine decodes with a text in every row. Periods in which a thread of low priority inserts
+answers into the sorted ones of another tenant without a pause alternate with periods in which it
+has nothing to do. The time of a call is the time from its beginning to that of the next.
 """
 
 import os
@@ -79,7 +79,7 @@ class Sorting:
     """A thread that adds an answer of a tenant as soon as the answers before are sorted.
 
     The tenant's answers have as many tokens as are kept, so that each new one takes the place of
-    the oldest, and all are sorted again.
+    the oldest.
 
     Attributes:
         count: the number of sorts.

@@ -1,4 +1,4 @@
-"""Cost of drafts from earlier text: the search in a suffix index, a whole draft, and the sort.
+"""Cost of drafts from earlier text: the search, a whole draft, the sort, and an insertion.
 
 python -m benchmarks.suffix_index
 
@@ -44,7 +44,8 @@ class SuffixIndexConfig:
         own_tokens: number of tokens of each row's own text.
         vocab: number of different tokens.
         repeats: repeats of every case, interleaved.
-        sorts: repeats of the sort.
+        sorts: repeats of the sort, and of the insertion.
+        inserted: tokens of a text that is inserted in place of another one.
         seed: random seed of the text.
     """
 
@@ -54,6 +55,7 @@ class SuffixIndexConfig:
     vocab: int = 100_000
     repeats: int = 200
     sorts: int = 3
+    inserted: int = 1_000
     seed: int = 0
 
 
@@ -114,11 +116,17 @@ def measure(config: SuffixIndexConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(config.seed)
     text = make_text(rng, config.tokens, config.vocab)
     padded = np.append(text, -1).astype(np.int32)
-    times: dict[str, list[float]] = {"sort, on the host": []}
+    inserting = f"insertion of {config.inserted:,} tokens, on the host"
+    times: dict[str, list[float]] = {"sort, on the host": [], inserting: []}
+    first, rest = text[: config.inserted].tolist(), text[config.inserted :].tolist()
+    stored = SuffixIndex.on_host([first, rest])
     for _ in range(config.sorts):
         started = time.perf_counter()
         sorted_positions(padded)
         times["sort, on the host"].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        stored.with_texts([first[::-1]], config.inserted + 1, config.tokens + 2)
+        times[inserting].append(time.perf_counter() - started)
     index = jax.block_until_ready(SuffixIndex.of([text.tolist()]))
     target = Target.init(
         ModelConfig(
@@ -156,6 +164,8 @@ def main(config: SuffixIndexConfig) -> None:
         raise InputError("rows, repeats and sorts must be at least 1, own_tokens at least 32")
     if config.tokens <= 2 * config.own_tokens or config.vocab < 2:
         raise InputError("tokens must be more than twice own_tokens, and vocab at least 2")
+    if not 1 <= config.inserted < config.tokens:
+        raise InputError(f"inserted={config.inserted}: must be from 1 to less than tokens")
     results = measure(config)
     load = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     table = Table(

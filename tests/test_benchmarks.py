@@ -214,14 +214,16 @@ def test_every_rule_is_timed(capsys) -> None:
 @pytest.mark.full
 def test_the_parts_of_a_draft_from_earlier_text_are_timed(capsys) -> None:
     config = suffix_index.SuffixIndexConfig(
-        tokens=300, rows=2, own_tokens=40, vocab=50, repeats=2, sorts=1
+        tokens=300, rows=2, own_tokens=40, vocab=50, repeats=2, sorts=1, inserted=10
     )
     suffix_index.main(config)
     out = capsys.readouterr().out
-    assert "300 tokens, 2 rows" in out
+    assert "300 tokens, 2 rows" in out and "insertion of 10 tokens" in out
     assert all(f"whole draft, {name}" in out for name in suffix_index.SHAPES)
     with pytest.raises(InputError, match="tokens must be more than twice own_tokens"):
         suffix_index.main(dataclasses.replace(config, tokens=80))
+    with pytest.raises(InputError, match="inserted=0: must be from 1"):
+        suffix_index.main(dataclasses.replace(config, inserted=0))
 
 
 @pytest.mark.full

@@ -5,7 +5,8 @@ order of the tokens from there on (a *suffix array*). So all occurrences of some
 neighbours in that order, and a binary search finds the first and the last of them. Occurrences with
 the same continuation are neighbours, too.
 
-The host sorts once, see `SuffixIndex.on_host`. The device searches for all rows and all lengths
+The host sorts once, see `SuffixIndex.on_host`, and inserts what is added later, see
+`SuffixIndex.with_texts`. The device searches for all rows and all lengths
 together, in shapes that depend on the capacity alone. So texts may be added within the capacity
 without another compilation.
 
@@ -35,6 +36,9 @@ CONTEXT_LENGTHS = tuple(range(LONGEST_CONTEXT, SHORTEST_CONTEXT - 1, -1))
 
 SORTED_TOKENS = 2 * LONGEST_CONTEXT
 """The number of tokens by which positions are sorted: a context, and as many tokens after it."""
+
+MOST_INSERTED = 1 / 16
+"""The largest share of positions that are inserted. If more are new, sorting all is faster."""
 
 LARGEST_TOKEN = 2**31 - 1
 """The largest token id that the arrays hold."""
@@ -113,33 +117,61 @@ class SuffixIndex:
         Raises:
             InputError: The texts do not fit, or have an id that is no token.
         """
-        try:
-            parts = [part for text in texts for part in (np.asarray(text, np.int64), [NO_TOKEN])]
-        except OverflowError as error:  # an id that needs more than 64 bits
-            ids = (int(token) for text in texts for token in text)
-            raise _beyond(next(it for it in ids if not 0 <= it <= LARGEST_TOKEN)) from error
-        joined = np.concatenate([*parts, []]).astype(np.int64)
-        capacity = max(len(joined), 1) if capacity is None else capacity
-        if not len(joined) <= capacity < 2**31 - 1:
+        tokens = _joined(texts)
+        capacity = max(len(tokens), 1) if capacity is None else capacity
+        if not len(tokens) <= capacity < 2**31 - 1:
             raise InputError(
-                f"capacity={capacity}: the texts need {len(joined)} tokens, with one for the end of"
+                f"capacity={capacity}: the texts need {len(tokens)} tokens, with one for the end of"
                 " each; give at least this number, below 2**31 - 1"
             )
-        is_token = joined != NO_TOKEN
-        if np.sum(is_token) != len(joined) - len(texts) or joined.min(initial=0) < NO_TOKEN:
-            raise InputError(
-                f"texts: the smallest token id is {joined.min()}, or there is {NO_TOKEN}; ids begin"
-                " at 0"
-            )
-        largest = joined.max(initial=NO_TOKEN)
-        if largest > LARGEST_TOKEN:
-            raise _beyond(int(largest))
-        tokens = joined.astype(np.int32)
-        order = sorted_positions(tokens)
-        order = order[is_token[order]]  # no search begins at the end of a text
+        return cls._sorted(tokens, _without_ends(tokens, sorted_positions(tokens))).padded(capacity)
+
+    @classmethod
+    def _sorted(cls, tokens: np.ndarray, order: np.ndarray) -> "SuffixIndex":
+        """Return an index of sorted tokens, without the place behind the last one."""
         sizes = np.array([len(order)], np.int32)
-        index = cls(tokens, order, sizes, np.int32(largest))  # pyright: ignore[reportArgumentType]
-        return index.padded(capacity)
+        largest = tokens.max(initial=NO_TOKEN)
+        return cls(tokens, order, sizes, largest)  # pyright: ignore[reportArgumentType]
+
+    def with_texts(self, texts: Sequence[Sequence[int]], begin: int, end: int) -> "SuffixIndex":
+        """Return this index without its first texts, and with other texts behind its last ones.
+
+        The result is that of `on_host`. But positions that are sorted already stay so: the first
+        texts are in no window of a later position. Only positions near the end, whose windows reach
+        into the new texts, and those of the new texts are sorted, and inserted among the rest. That
+        is faster, unless more than `MOST_INSERTED` of all positions are inserted: then all are
+        sorted.
+
+        Args:
+            texts: the token ids of each text that is added.
+            begin: the first place in ``tokens`` that stays: the beginning of a text.
+            end: the place behind the end of the last text that stays; ``begin``: none stays.
+
+        Returns:
+            An index in numpy arrays, without room for more. This one must be `on_host`, too.
+
+        Raises:
+            InputError: A text has an id that is no token.
+
+        Examples:
+            >>> from specjax.drafters.suffix_index import SuffixIndex
+            >>> index = SuffixIndex.on_host([[5, 7], [5, 7, 8]])
+            >>> index = index.with_texts([[6, 5]], begin=3, end=7)
+            >>> index.tokens.tolist(), index.order[: index.sizes[0]].tolist()
+            ([5, 7, 8, -1, 6, 5, -1, -1], [5, 0, 4, 1, 2])
+        """
+        stored, order = np.asarray(self.tokens[begin:end]), np.asarray(self.order[: self.sizes[0]])
+        tokens = np.concatenate([stored, _joined(texts)])
+        # The windows of the positions before this one end before the new texts.
+        first = max(len(stored) - SORTED_TOKENS, 0)
+        if len(tokens) - first > MOST_INSERTED * len(tokens):
+            order = _without_ends(tokens, sorted_positions(tokens))
+        else:
+            order = order - np.int32(begin)
+            order = order[(order >= 0) & (order < first)]
+            inserted = sorted_positions(tokens[first:]) + np.int32(first)
+            order = _merged(tokens, order, _without_ends(tokens, inserted))
+        return SuffixIndex._sorted(tokens, order).padded(max(len(tokens), 1))
 
     @property
     def capacity(self) -> int:
@@ -272,6 +304,55 @@ class SuffixIndex:
 
 def _beyond(token: int) -> InputError:
     return InputError(f"texts: the token id {token}; give ids from 0 to {LARGEST_TOKEN}")
+
+
+def _joined(texts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the checked tokens of some texts as int32, with `NO_TOKEN` after each text."""
+    try:
+        parts = [part for text in texts for part in (np.asarray(text, np.int64), [NO_TOKEN])]
+    except OverflowError as error:  # an id that needs more than 64 bits
+        ids = (int(token) for text in texts for token in text)
+        raise _beyond(next(it for it in ids if not 0 <= it <= LARGEST_TOKEN)) from error
+    joined = np.concatenate([*parts, np.array([], np.int64)])
+    if np.sum(joined != NO_TOKEN) != len(joined) - len(texts) or joined.min(initial=0) < NO_TOKEN:
+        raise InputError(
+            f"texts: the smallest token id is {joined.min()}, or there is {NO_TOKEN}; ids begin"
+            " at 0"
+        )
+    largest = joined.max(initial=NO_TOKEN)
+    if largest > LARGEST_TOKEN:
+        raise _beyond(int(largest))
+    return joined.astype(np.int32)
+
+
+def _without_ends(tokens: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Return the positions without those of ends of texts, where no search begins."""
+    return order[tokens[order] != NO_TOKEN]
+
+
+def _merged(tokens: np.ndarray, order: np.ndarray, inserted: np.ndarray) -> np.ndarray:
+    """Merge sorted positions with fewer sorted ones, which are all behind them in ``tokens``."""
+    beyond = np.full(SORTED_TOKENS, NO_TOKEN - 1, np.int32)  # it sorts before all tokens
+    windows = np.lib.stride_tricks.sliding_window_view(
+        np.concatenate([tokens, beyond]), SORTED_TOKENS
+    )
+    patterns, rows = windows[inserted], np.arange(len(inserted))
+    # For each pattern the number of windows that are not greater. Of equals, the earlier position
+    # is first, and that is never the inserted one.
+    low, high = np.zeros(len(inserted), np.int64), np.full(len(inserted), len(order))
+    for _ in range(len(order).bit_length()):
+        middle = (low + high) // 2
+        compared = windows[order[np.minimum(middle, len(order) - 1)]]
+        difference = np.argmax(compared != patterns, axis=1)  # the first one decides
+        is_right = compared[rows, difference] <= patterns[rows, difference]
+        is_open = low < high
+        low = np.where(is_open & is_right, middle + 1, low)
+        high = np.where(is_open & ~is_right, middle, high)
+    merged = np.empty(len(order) + len(inserted), np.int32)
+    is_inserted = np.zeros(len(merged), bool)
+    is_inserted[low + rows] = True
+    merged[is_inserted], merged[~is_inserted] = inserted, order
+    return merged
 
 
 def roomy_capacity(count: int) -> int:

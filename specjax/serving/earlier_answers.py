@@ -6,8 +6,8 @@ the time of an answer, so what one tenant wrote must change no draft of another 
 index of its own, with a size of its own, and its oldest answers go for its own new ones alone. Only
 whether a new tenant finds a place, among so many, depends on others.
 
-The host sorts an index again after each answer, in a thread of low priority. No step waits for the
-sort: until it is done, drafts come from the index before.
+The host inserts each answer into the sorted index of its tenant, in a thread of low priority. No
+step waits for that: until it is done, drafts come from the index before.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ from specjax.drafters.methods.suffix import Suffix
 from specjax.drafters.suffix_index import SHORTEST_CONTEXT, SuffixIndex
 from specjax.errors import InputError
 from specjax.serving.pages import Tenant
-from specjax.serving.threads import LEAST, lower_priority
+from specjax.serving.threads import lower_priority
 
 MOST_TENANTS = 1024
 """The largest number of tenants whose answers are kept."""
@@ -60,6 +60,9 @@ class _TenantAnswers:
         last_used: when the newest answer came.
         index: the sorted answers, in numpy arrays without room for more; None: none was sorted yet.
         sorted_version: the version of the answers in ``index``.
+        removed: the tokens of the first texts of the newest sort that went since it began, with one
+            for the end of each.
+        unsorted: the number of ``texts`` that came since the newest sort began.
     """
 
     texts: deque[np.ndarray] = field(default_factory=deque)
@@ -68,6 +71,52 @@ class _TenantAnswers:
     last_used: float = 0.0
     index: SuffixIndex | None = None
     sorted_version: int = 0
+    removed: int = 0
+    unsorted: int = 0
+
+    def add(self, text: np.ndarray, capacity: int) -> None:
+        """Add a text, and remove the oldest ones that have no room beside it."""
+        self.texts.append(text)
+        self.size += len(text) + 1
+        self.unsorted += 1
+        while self.size > capacity:
+            needed = len(self.texts.popleft()) + 1
+            self.size -= needed
+            if self.unsorted > len(self.texts):  # it came since the sort
+                self.unsorted -= 1
+            else:
+                self.removed += needed
+
+    def changes(self) -> "_Changes":
+        """Return what changed since the newest sort. Now another one begins."""
+        new = list(itertools.islice(self.texts, len(self.texts) - self.unsorted, None))
+        end = self.removed + self.size - sum(len(text) + 1 for text in new)
+        changes = _Changes(self.index, new, self.removed, end)
+        self.removed = self.unsorted = 0
+        return changes
+
+
+class _Changes(NamedTuple):
+    """The differences between the answers of a tenant and those in its sorted index.
+
+    Attributes:
+        index: the sorted answers; None: there are none.
+        texts: the texts that are not in ``index``.
+        begin: the first place of ``index`` that stays.
+        end: the place behind the last one that stays.
+    """
+
+    index: SuffixIndex | None
+    texts: list[np.ndarray]
+    begin: int
+    end: int
+
+    def sorted(self) -> SuffixIndex:
+        """Return the sorted answers, with the new ones and without those that went."""
+        texts: Any = self.texts
+        if self.index is None:
+            return SuffixIndex.on_host(texts)
+        return self.index.with_texts(texts, self.begin, self.end)
 
 
 class EarlierAnswers:
@@ -129,10 +178,7 @@ class EarlierAnswers:
         with self._changed:
             if (answers := self._answers_of(tenant)) is None:
                 return
-            answers.texts.append(text)
-            answers.size += len(text) + 1
-            while answers.size > self.capacity:
-                answers.size -= len(answers.texts.popleft()) + 1
+            answers.add(text, self.capacity)
             answers.version = next(self._versions)
             answers.last_used = self._clock()
             self._tenants.move_to_end(tenant)
@@ -185,7 +231,7 @@ class EarlierAnswers:
 
     def _run(self) -> None:
         """Sort whatever changes. This is the body of the thread."""
-        lower_priority(LEAST)
+        lower_priority()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._unsorted)
@@ -193,10 +239,10 @@ class EarlierAnswers:
                     return
                 tenant, _ = self._unsorted.popitem(last=False)
                 answers = self._tenants[tenant]
-                texts, version, self._is_sorting = list(answers.texts), answers.version, True
+                changes, version, self._is_sorting = answers.changes(), answers.version, True
             index = None
             try:
-                index = SuffixIndex.on_host(texts)  # pyright: ignore[reportArgumentType]
+                index = changes.sorted()
             except Exception:  # such as too little memory: only drafts of this tenant are lost
                 _LOGGER.exception("earlier answers of a tenant cannot be sorted; they are dropped")
             with self._changed:

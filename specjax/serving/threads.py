@@ -5,15 +5,13 @@ import sys
 import threading
 from contextlib import suppress
 
-BESIDE_CALLS = 10
-"""The niceness of work that a request waits for, such as a program's compilation."""
-
-LEAST = 19
-"""The niceness of work that nothing waits for."""
+_NICENESS = 10
+"""Where other programs keep the processor busy, a thread of the least priority (19) rarely runs. It
+may then hold Python's lock for half a second, in which the engine's thread waits for it."""
 
 
-def lower_priority(niceness: int = BESIDE_CALLS) -> None:
+def lower_priority() -> None:
     """Give this thread less of a busy processor, where the system can do it for a thread alone."""
     if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.drafters import suffix_index
 from specjax.drafters.suffix_index import (
     CONTEXT_LENGTHS,
     LONGEST_CONTEXT,
@@ -153,6 +154,74 @@ def test_positions_are_sorted_by_what_follows(vocab) -> None:
         range(300), key=lambda place: (tokens[place : place + SORTED_TOKENS].tolist(), place)
     )
     assert sorted_positions(tokens).tolist() == expected
+
+
+def check_insertions(vocab: int, changes: int, capacity: int, seed: int = 0) -> int:
+    """Change an index many times, and compare it each time with one that is sorted anew.
+
+    Returns:
+        The number of changes in which a position was inserted beside others that stayed.
+    """
+    rng = np.random.default_rng((seed, vocab))
+    texts: list[list[int]] = []
+    index, inserted = SuffixIndex.on_host(texts), 0
+    for _ in range(changes):
+        longest = 40 if rng.random() < 0.95 else 2 * capacity
+        new = random_texts(rng, vocab, rng.integers(0, 3), longest)
+        if rng.random() < 0.3:
+            new.append([vocab - 1] * rng.integers(0, 40))
+        end = sum(len(text) + 1 for text in texts)
+        first = rng.integers(0, 3) if rng.random() < 0.5 else 0
+        while sum(len(text) + 1 for text in [*texts[first:], *new]) > capacity:
+            if first < len(texts):
+                first += 1
+            else:
+                new[0] = new[0][1 - capacity :]
+                new = new if len(new) == 1 else new[1:]
+        begin = sum(len(text) + 1 for text in texts[:first])
+        index = index.with_texts(new, begin, end)
+        texts = texts[first:] + new
+        inserted += bool(new) and end - begin > 2 * SORTED_TOKENS
+        sorted_anew = SuffixIndex.on_host(texts)
+        for name, expected in vars(sorted_anew).items():
+            np.testing.assert_array_equal(getattr(index, name), expected, name)
+            assert getattr(index, name).dtype == expected.dtype
+    return inserted
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 30])
+def test_an_index_with_inserted_texts_is_that_of_all_texts(vocab, monkeypatch) -> None:
+    monkeypatch.setattr(suffix_index, "MOST_INSERTED", 1.0)  # nothing is sorted anew
+    assert check_insertions(vocab, changes=150, capacity=300) > 80
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("most", [1.0, suffix_index.MOST_INSERTED])
+@pytest.mark.parametrize("vocab", [1, 2, 3, 30, 2**31 - 1])
+def test_thousands_of_insertions(vocab, most, monkeypatch) -> None:
+    monkeypatch.setattr(suffix_index, "MOST_INSERTED", most)
+    assert check_insertions(vocab, changes=1000, capacity=600, seed=1) > 500
+
+
+def test_few_positions_are_inserted_and_many_are_sorted_anew(monkeypatch) -> None:
+    lengths = []
+
+    def counting(tokens: np.ndarray) -> np.ndarray:
+        lengths.append(len(tokens))
+        return sorted_positions(tokens)
+
+    monkeypatch.setattr(suffix_index, "sorted_positions", counting)
+    index = SuffixIndex.on_host([list(range(1599))])
+    index.with_texts([[5] * 70], 0, 1600).with_texts([[5] * 90], 0, 1671)
+    assert lengths == [1600, SORTED_TOKENS + 71, 1600 + 71 + 91]
+
+
+def test_inserted_texts_are_checked() -> None:
+    index = SuffixIndex.on_host([[1, 2]])
+    with pytest.raises(InputError, match="smallest token id"):
+        index.with_texts([[3, -1]], 0, 3)
+    with pytest.raises(InputError, match="the token id 2147483648"):
+        index.with_texts([[2**31]], 0, 3)
 
 
 def test_texts_that_do_not_fit_are_refused() -> None:

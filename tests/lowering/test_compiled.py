@@ -680,6 +680,26 @@ def test_drafting_sixteen_tokens_in_one_pass_costs_little_more_than_one(chips, n
     assert chips == "h100" or costs["16"]["cycles"] > 0
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "chips", [pytest.param("v5e:1x1", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
+)
+def test_a_search_in_a_million_tokens_reads_next_to_nothing(chips) -> None:
+    """Compile a step with an index of earlier text for eight rows.
+
+    Nothing copies the index in main memory. The bytes are those of the compiled program, and those
+    of a plain step are counted from its arrays. A turn of the binary search has two gathers, which
+    depend on each other and on the turn before.
+    """
+    script = str(Path(__file__).with_name("compile_suffix.py"))
+    costs = printed(script, chips, "dynamic:3,8,16", "1000000")
+    assert not costs["copies"]
+    assert (costs["turns"], costs["gathers"]) == (20, 2)
+    # The two arrays of the index, which a TPU's compiler moves into fast memory once a step.
+    assert costs["prefetched"] in (range(1) if chips == "h100" else range(8_000_000, 8_100_000))
+    assert costs["prefetched"] < costs["bytes"] <= 0.001 * costs["plain"]
+
+
 @needs_cuda
 @pytest.mark.thorough
 def test_one_row_on_a_mesh_of_gpus_is_not_sent_the_whole_embedding() -> None:

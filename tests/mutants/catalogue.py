@@ -2132,6 +2132,36 @@ CATALOGUE = (
         breaks="Places of a segment that no text has are searched, too.",
     ),
     Mutant(
+        name="positions-at-the-end-stay-sorted-by-what-came-before",
+        file="specjax/drafters/suffix_index.py",
+        old="first = max(len(stored) - SORTED_TOKENS, 0)",
+        new="first = max(len(stored) - 1, 0)",
+        tests=(
+            "tests/drafters/test_suffix_index.py::test_an_index_with_inserted_texts_is_that_of_all_texts[2]",
+        ),
+        breaks="Positions whose windows reach into added texts are not sorted again.",
+    ),
+    Mutant(
+        name="an-inserted-position-stands-before-its-equals",
+        file="specjax/drafters/suffix_index.py",
+        old="is_right = compared[rows, difference] <= patterns[rows, difference]",
+        new="is_right = compared[rows, difference] < patterns[rows, difference]",
+        tests=(
+            "tests/drafters/test_suffix_index.py::test_an_index_with_inserted_texts_is_that_of_all_texts[2]",
+        ),
+        breaks="Among equal positions an added one is before the earlier ones.",
+    ),
+    Mutant(
+        name="texts-that-went-while-others-waited-stay-in-the-index",
+        file="specjax/serving/earlier_answers.py",
+        old="self.removed += needed",
+        new="self.removed = needed",
+        tests=(
+            "tests/serving/test_earlier_answers.py::test_answers_are_sorted_as_if_all_of_them_came_at_once",
+        ),
+        breaks="Of several answers that are removed between two sorts, only the last one goes.",
+    ),
+    Mutant(
         name="a-manifest-replaces-whatever-is-there",
         file="specjax/stored_folders.py",
         old="if present is None or present.writer not in tried:",

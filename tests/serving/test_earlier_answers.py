@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specjax.drafters import NoDraft, PromptLookup, Suffix, Together
@@ -101,6 +102,27 @@ def test_a_tenant_that_comes_back_has_another_version() -> None:
     answers.close()
 
 
+def test_answers_are_sorted_as_if_all_of_them_came_at_once() -> None:
+    """Add answers one by one and several at a time, of which some remove all the others."""
+    rng = np.random.default_rng(0)
+    answers, texts = EarlierAnswers(capacity=2048), []
+    for number in range(90):
+        length = rng.integers(3, 40) if number % 40 else rng.integers(1000, 3000)
+        texts.append(rng.integers(0, 3, length).tolist())
+        answers.add(A, texts[-1])
+        if rng.random() < 0.5:
+            continue
+        answers.wait()
+        newest = answers.newest(A)
+        assert newest is not None
+        texts[-1] = texts[-1][-2047:]
+        while sum(len(text) + 1 for text in texts) > 2048:
+            texts.pop(0)
+        for name, expected in vars(SuffixIndex.on_host(texts)).items():
+            np.testing.assert_array_equal(getattr(newest[1], name), expected, name)
+    answers.close()
+
+
 def test_answers_that_cannot_be_sorted_are_dropped(answers, monkeypatch) -> None:
     def fails(*_: Any) -> None:
         raise MemoryError
@@ -111,6 +133,10 @@ def test_answers_that_cannot_be_sorted_are_dropped(answers, monkeypatch) -> None
         patch.setattr(SuffixIndex, "on_host", fails)
         answers.add(A, [1, 2, 3])
         assert texts_of(answers, A) == []
+        patch.setattr(SuffixIndex, "with_texts", fails)
+        answers.add(B, [1, 2, 3])
+        assert texts_of(answers, B) == []
+    answers.add(B, [1, 2, 3])
     answers.add(A, [4, 5, 6])
     assert (texts_of(answers, A), len(texts_of(answers, B))) == ([[4, 5, 6]], 1)
 
