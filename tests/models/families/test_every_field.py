@@ -61,6 +61,7 @@ def check(cases: list[Case]) -> None:
     assert kinds["equal"] > len(cases) // 10  # not all cases are refused
 
 
+@pytest.mark.full
 def test_the_table_has_every_family_and_the_fields_that_are_known_to_matter() -> None:
     from specjax.models.families import FAMILIES
 
