@@ -603,7 +603,7 @@ def _other_lists(value: list[Any]) -> list[list[Any]]:
     for index, entry in enumerate(value):
         if type(entry) in (int, float):
             lists.append([*value[:index], 1.5 * entry if entry else 0.5, *value[index + 1 :]])
-    return [other for index, other in enumerate(lists) if other not in (value, *lists[:index])]
+    return [changed for i, changed in enumerate(lists) if changed not in (value, *lists[:i])]
 
 
 def _literals(kind: Any) -> list[Any]:
