@@ -122,7 +122,7 @@ def test_every_field_that_transformers_reads_is_changed() -> None:
     ],
 )
 def test_a_field_that_needs_a_switch_changes_the_logits(family, name) -> None:
-    """Otherwise the comparison says nothing of it."""
+    """A field without effect in its model would be compared in vain."""
     assert every_field.changes_logits(family, name)
     results = [outcome(case) for case in every_field.cases_of(family) if case.name == name]
     assert not any(result.wrong for result in results)
