@@ -217,7 +217,8 @@ def mean_over_layers(
     # The tokens become the batch axis and the layers the sequence axis.
     x = remembered.reshape(batch * count, layers, -1).astype(layer["q"].dtype)
     turn = rotations(lsa.block.rope, lsa.block.head_dim, jnp.arange(layers)[None])
-    x, _ = decoder_layer(layer, lsa.block, x, turn, jnp.ones((1, layers, layers), bool), mesh=mesh)
+    visible = jnp.ones((1, layers, layers), bool)
+    x, *_ = decoder_layer(layer, lsa.block, x, turn, visible, mesh=mesh)
     return jnp.mean(x, axis=1).reshape(batch, count, -1)
 
 

@@ -350,18 +350,18 @@ class ModelConfig:
     (Nemotron-H). With ``rope_interleaved`` rotated pairs of ordinary attention are neighbours
     (GLM-4), otherwise halves of a head. With ``qk_norm_after_rope`` queries and keys are rotated
     before their norms (Hunyuan). ``value_dim`` is the size of a head's value, None for
-    ``head_dim``, and ``value_scale`` a factor of values (MiMo-V2). With ``qk_unit_norm`` queries
-    and keys of layers with RoPE are normed after it, without a weight, and with ``windows_aligned``
-    a window begins at a multiple of its size: a query sees the chunk that it is in (Llama 4).
-    ``factors`` are constant factors inside every layer (Falcon-H1). With ``gated_heads`` the output
-    of each query head is multiplied by one gate, with a projection of its own. ``mlp_limit`` clamps
-    a gated unit: the gate after its activation from above, and the other input on both sides;
-    ``experts_limit`` does so in experts (Step-3.5).
+    ``head_dim``, and ``value_scale`` a factor of values (MiMo-V2). With
+    ``qk_unit_norm_in_rope_layers`` queries and keys of layers with RoPE are normed after it,
+    without a weight, and with ``windows_aligned`` a window begins at a multiple of its size: a
+    query sees the chunk that it is in (Llama 4). ``factors`` are constant factors inside every
+    layer (Falcon-H1). With ``gated_heads`` the output of each query head is multiplied by one gate,
+    with a projection of its own. ``mlp_limit`` clamps a gated unit: the gate after its activation
+    from above, and the other input on both sides; ``experts_limit`` does so in experts (Step-3.5).
     With an ``indexer`` latent attention attends to selected keys alone (DeepSeek-V3.2, GLM-5).
     With ``embedding_normed`` embeddings are normed, without a weight. ``post_norm_eps`` is the
     epsilon of the norms after attention and MLP, and ``final_norm_offset`` what is added to the
     weight of the last norm; None for ``norm_eps`` and ``norm_offset``. With
-    ``qk_unit_norm_everywhere`` queries and keys of all layers are normed without a weight. With
+    ``qk_unit_norm_in_all_layers`` queries and keys of all layers are normed, without a weight. With
     ``gated_values`` every number of the attention output is multiplied by a gate of its own
     projection (Muse Glimmer).
 
@@ -420,7 +420,7 @@ class ModelConfig:
     value_scale: float = 1.0
     rope_interleaved: bool = False
     qk_norm_after_rope: bool = False
-    qk_unit_norm: bool = False
+    qk_unit_norm_in_rope_layers: bool = False
     windows_aligned: bool = False
     linear: StateSizes | None = None
     linear_layers: tuple[int, ...] = ()
@@ -433,7 +433,7 @@ class ModelConfig:
     embedding_normed: bool = False
     post_norm_eps: float | None = None
     final_norm_offset: float | None = None
-    qk_unit_norm_everywhere: bool = False
+    qk_unit_norm_in_all_layers: bool = False
     gated_values: bool = False
 
     def __post_init__(self) -> None:
@@ -529,10 +529,10 @@ class ModelConfig:
             raise InputError(f"{gates[0]}: cannot be combined with {' and '.join(gates[1:])}")
         if self.mla is not None and (self.gated_heads or self.gated_values):
             raise InputError(f"{gates[0]}: cannot be combined with latent attention (mla)")
-        if self.qk_unit_norm and self.qk_unit_norm_everywhere:
+        if self.qk_unit_norm_in_rope_layers and self.qk_unit_norm_in_all_layers:
             raise InputError(
-                "qk_unit_norm: cannot be combined with qk_unit_norm_everywhere, which norms the"
-                " queries and keys of all layers: give one of them"
+                "qk_unit_norm_in_rope_layers: cannot be combined with qk_unit_norm_in_all_layers,"
+                " which norms the queries and keys of all layers: give one of them"
             )
         for name in ("mlp_limit", "experts_limit"):
             if (limit := getattr(self, name)) is not None and limit <= 0:

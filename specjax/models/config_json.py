@@ -81,6 +81,11 @@ _FIELDS: FieldTable = {
     "use_sliding_window": flag(default=None),
     "max_window_layers": whole(0, 10_000, default=28),
     "layer_types": texts(default=None),
+    "per_layer_config": Field(
+        "left out, or null: layers that differ are not read in this model_type",
+        lambda value: not value,
+        default=None,
+    ),
     "num_nextn_predict_layers": whole(0, 1000, default=None),
     "bos_token_id": _TOKEN,
     "eos_token_id": _TOKENS,

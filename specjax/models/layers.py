@@ -179,9 +179,9 @@ def _turned(
     heads = _heads(params, norm, config, x)
     if config.rope_interleaved:
         heads = separate_pairs(heads, 2 * rotations.cos.shape[-1])
-    if config.qk_unit_norm_everywhere:
+    if config.qk_unit_norm_in_all_layers:
         heads = rms_norm(heads, None, config.norm_eps)
-    if config.qk_unit_norm and config.rope.kind != "none":
+    if config.qk_unit_norm_in_rope_layers and config.rope.kind != "none":
         return rms_norm(turn(heads), None, config.norm_eps)
     return turn(heads)
 
@@ -222,35 +222,9 @@ Each takes the parameters, the layer's configuration, normed hidden states ``[B,
 """
 
 
-def decoder_layer(
-    params: Params,
-    config: ModelConfig,
-    x: jax.Array,
-    rotations: Rotations,
-    mask: jax.Array | None,
-    past: Sequence[Piece] = (),
-    mesh: Mesh | None = None,
-    inputs: jax.Array | None = None,
-    cache_dtype: CacheType = "float",
-    context: Context | None = None,
-) -> tuple[jax.Array, Any]:
-    """Run one decoder layer, and return the residual stream ``[B, T, H]`` after it and its entry.
-
-    A layer with a state needs a ``context``, which replaces rotations, mask and past; see
-    `specjax.models.linear_attention`. A layer may also have attention or an MLP alone, as its
-    parameters show. ``config`` is the layer's own (`ModelConfig.of_layer`). ``mesh`` is that of
-    ``params``: sharded experts run on their devices. ``inputs [B, T, P]`` are the inputs of this
-    layer for each token, if the model has them.
-    """
-    x, entry, _ = selecting_layer(
-        params, config, x, rotations, mask, past, mesh, inputs, cache_dtype, context
-    )
-    return x, entry
-
-
 # Jitted so that layers of the same configuration are traced and lowered once.
 @partial(jax.jit, static_argnames=("config", "mesh", "cache_dtype"))
-def selecting_layer(
+def decoder_layer(
     params: Params,
     config: ModelConfig,
     x: jax.Array,
@@ -263,10 +237,28 @@ def selecting_layer(
     context: Context | None = None,
     selection: Selection | None = None,
 ) -> tuple[jax.Array, Entry | State, Selection | None]:
-    """Run `decoder_layer`, and return the tokens that its queries have read as well.
+    """Run one decoder layer.
 
-    In a model with an indexer, a layer without one reads those of ``selection``, which the layer
-    before has returned. None: all tokens that it sees.
+    A layer may also have attention or an MLP alone, as its parameters show.
+
+    Args:
+        params: the parameters of the layer.
+        config: the configuration of the layer (`ModelConfig.of_layer`).
+        x: ``[B, T, H]`` the residual stream before it.
+        rotations: as in `attention`, and so are ``mask``, ``past`` and ``cache_dtype``.
+        mask: which of the call's own tokens see each other.
+        past: the tokens before.
+        mesh: the mesh of ``params``: sharded experts run on their devices.
+        inputs: ``[B, T, P]`` the inputs of this layer for each token, if the model has them.
+        cache_dtype: the format of the layer's cache.
+        context: what a layer with a state reads in place of rotations, mask and past; see
+            `specjax.models.linear_attention`.
+        selection: in a model with an indexer, the keys that a layer without one reads: those that
+            the layer before has returned. None: all tokens that it sees.
+
+    Returns:
+        The residual stream after it, its entry, or its state after the tokens, and the keys that
+        its queries have read: None without an indexer.
     """
     entry: Entry | State = ()
     if "o" in params:

@@ -29,7 +29,7 @@ from specjax.models.cache import (
 )
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.layers import normed, selecting_layer
+from specjax.models.layers import decoder_layer, normed
 from specjax.models.linear_attention import Ancestry, Context
 from specjax.models.memory import LayerMemory
 from specjax.models.params import Params
@@ -478,7 +478,7 @@ class Target(OneLine, KeyedByClass):
                 past.append((new[source], visible))
             turn, layer = turns[config.rope, config.head_dim], self.params["layers"][start + i]
             extra = None if inputs is None else inputs[:, :, i]
-            x, entry, selection = selecting_layer(
+            x, entry, selection = decoder_layer(
                 layer,
                 config,
                 x,

@@ -1,5 +1,6 @@
 """Small models with each kind of layer that keeps a state: on two devices, served, quantized."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import specjax
 from specjax import sharding
 from specjax.drafters import DraftModel, EarlyExit, PromptLookup
 from specjax.models.config import MLA, Rope
-from specjax.models.memory import KimiDeltaAttention, ShortConvolution
+from specjax.models.layers import WITH_STATE
+from specjax.models.memory import KimiDeltaAttention, ShortConvolution, StateSizes
 from specjax.sampling import Sampling
 from specjax.serving.engine import Engine
 from tests.conftest import SHAPES, tiny_target
@@ -47,6 +49,19 @@ def generated(target, drafter):
     options = {"max_new_tokens": 24, "sampling": Sampling(temperature=0.0)}
     result = specjax.generate(target, drafter, PROMPT, **options)
     return np.asarray(result.tokens)
+
+
+def concrete_subclasses(kind: type[StateSizes]) -> set[type[StateSizes]]:
+    """Return all subclasses of the library that describe a kind of layer."""
+    below = kind.__subclasses__()
+    ours = [sub for sub in below if sub.__module__.startswith("specjax.")]
+    concrete = {sub for sub in ours if not inspect.isabstract(sub)}
+    return concrete.union(*map(concrete_subclasses, ours))
+
+
+def test_every_kind_of_state_has_a_function_that_reads_it() -> None:
+    assert concrete_subclasses(StateSizes) == set(WITH_STATE)
+    assert ShortConvolution in WITH_STATE and KimiDeltaAttention in WITH_STATE
 
 
 @pytest.mark.full

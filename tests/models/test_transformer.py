@@ -344,8 +344,8 @@ def test_a_configuration_by_layer() -> None:
             "^gated_heads: cannot be combined with latent attention",
         ),
         (
-            {"qk_unit_norm": True, "qk_unit_norm_everywhere": True},
-            "^qk_unit_norm: cannot be combined with qk_unit_norm_everywhere",
+            {"qk_unit_norm_in_rope_layers": True, "qk_unit_norm_in_all_layers": True},
+            "^qk_unit_norm_in_rope_layers: cannot be combined with qk_unit_norm_in_all_layers",
         ),
     ],
 )

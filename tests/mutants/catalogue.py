@@ -1272,8 +1272,8 @@ CATALOGUE = (
     Mutant(
         name="heads-without-positions-are-not-normed",
         file="specjax/models/layers.py",
-        old="if config.qk_unit_norm_everywhere:",
-        new='if config.qk_unit_norm_everywhere and config.rope.kind != "none":',
+        old="if config.qk_unit_norm_in_all_layers:",
+        new='if config.qk_unit_norm_in_all_layers and config.rope.kind != "none":',
         tests=(
             "tests/models/families/test_families.py::test_logits_are_those_of_transformers[muse_glimmer-0]",
         ),

@@ -176,7 +176,7 @@ class Eagle3(FeatureDrafter):
         entries = [entry]
         for index, (layer, before) in enumerate(zip(rest, past[1:], strict=True), 1):
             visible = self.in_window(index, mask, positions)
-            x, entry = decoder_layer(layer, config, x, turn, visible, before)
+            x, entry, _ = decoder_layer(layer, config, x, turn, visible, before)
             entries.append(entry)
         # What is fed back in place of a feature is the state before the norm, unless the checkpoint
         # says otherwise.

@@ -409,7 +409,7 @@ class Gemma4Assistant(NewestStateDrafter):
             # it. The token's own position, which counts too, makes it `window + 2`.
             back = None if (window := model.window_of(layer)) is None else window + 2
             turn = rotations(config.rope, config.head_dim, positions)
-            x, _ = decoder_layer(
+            x, *_ = decoder_layer(
                 self.params["layers"][layer],
                 config,
                 x,

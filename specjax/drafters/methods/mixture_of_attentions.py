@@ -295,7 +295,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         rotation = rotations(layer.rope, layer.head_dim, positions)
         return decoder_layer(
             self.params["self_attention"], layer, embedded, rotation, mask, past, self.mesh
-        )
+        )[:2]
 
     def cross_attend(self, x: jax.Array, positions: jax.Array, summaries: Piece) -> jax.Array:
         """Return the states ``[B, T, H]`` after cross-attention.

@@ -557,7 +557,7 @@ class MTP(FeatureDrafter):
         x, entries = linear(params, "fc", joined), ()
         for index, (layer, before) in enumerate(zip(params["layers"], past, strict=True)):
             visible = self.in_window(index, mask, positions)
-            x, entry = decoder_layer(
+            x, entry, _ = decoder_layer(
                 layer, config.of_layer(index), x, turn, visible, before, self.mesh
             )
             entries += (entry,)

@@ -5,8 +5,8 @@ from typing import Any
 from specjax.models.config import ModelConfig
 from specjax.models.families import mamba2
 from specjax.models.families.base import Family
-from specjax.models.families.mamba2 import LINEAR
 from specjax.models.families.ropes import FULL
+from specjax.models.families.states import LINEAR, format_layers, parse_layers
 from specjax.models.fields import CheckpointError, Field, Fields, JsonObject
 
 _ROTATED = 0.5
@@ -30,11 +30,11 @@ def _parse(fields: Fields) -> dict[str, Any]:
             f"attn_layer_indices={full}: must name at least one layer with attention, and"
             f" layers from 0 to {last} alone (num_hidden_layers - 1)"
         )
-    return mamba2.layers_of(fields["layer_types"], mamba2.parse_sizes(fields))
+    return parse_layers(fields["layer_types"], mamba2.parse_sizes(fields))
 
 
 def _format(config: ModelConfig) -> JsonObject:
-    kinds = enumerate(mamba2.kinds_of(config))
+    kinds = enumerate(format_layers(config))
     full = [layer for layer, kind in kinds if kind == FULL]
     return mamba2.format_sizes(config) | {
         "attn_layer_indices": full,

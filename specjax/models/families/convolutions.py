@@ -4,9 +4,8 @@ from typing import Any
 
 from specjax.models.config import ModelConfig
 from specjax.models.families.base import Fused
-from specjax.models.families.ropes import FULL
+from specjax.models.families.states import format_layers, parse_layers
 from specjax.models.fields import (
-    CheckpointError,
     Fields,
     FieldTable,
     JsonObject,
@@ -70,19 +69,16 @@ def parse(fields: Fields, kinds: list[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: No layer has attention.
     """
-    if FULL not in kinds:
-        raise CheckpointError(f"layer_types: none is {FULL!r}: at least one must be")
     sizes = ShortConvolution(
         channels=fields["hidden_size"],
         kernel=fields["conv_L_cache"],
         bias=fields["conv_bias"],
     )
-    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == CONVOLUTION)
     tied = fields["tie_embedding"]
     return {
         "norm_eps": fields["norm_eps"],
         "tie_embeddings": bool(fields["tie_word_embeddings"] if tied is None else tied),
-        **({"linear": sizes, "linear_layers": layers} if layers else {}),
+        **parse_layers(kinds, sizes, CONVOLUTION),
     }
 
 
@@ -90,9 +86,7 @@ def format_fields(config: ModelConfig) -> JsonObject:
     """Return the fields of config.json that `parse` reads."""
     raw: JsonObject = {
         "norm_eps": config.norm_eps,
-        "layer_types": [
-            CONVOLUTION if config.is_linear(layer) else FULL for layer in range(config.num_layers)
-        ],
+        "layer_types": format_layers(config, CONVOLUTION),
     }
     if isinstance(sizes := config.linear, ShortConvolution):
         raw |= {"conv_L_cache": sizes.kernel, "conv_bias": sizes.bias}

@@ -5,6 +5,7 @@ from typing import Any
 from specjax.models.config import LinearAttention, ModelConfig
 from specjax.models.families.base import Fused
 from specjax.models.families.ropes import FULL, check_turned
+from specjax.models.families.states import LINEAR, format_layers, parse_layers
 from specjax.models.fields import (
     CheckpointError,
     Field,
@@ -16,9 +17,6 @@ from specjax.models.fields import (
     text,
     whole,
 )
-
-LINEAR = "linear_attention"
-"""The kind of layers that keep a state, as ``layer_types`` names it."""
 
 MODULES = "mtp."
 """The prefix of the names of MTP modules' tensors."""
@@ -76,8 +74,6 @@ def parse(fields: Fields, *, by_key_head: bool, **changes: Any) -> dict[str, Any
             LINEAR if (layer + 1) % interval else FULL
             for layer in range(fields["num_hidden_layers"])
         ]
-    if kinds == [LINEAR] * fields["num_hidden_layers"]:
-        raise CheckpointError(f"layer_types: all are {LINEAR!r}: at least one must be {FULL!r}")
     if fields["linear_num_value_heads"] % fields["linear_num_key_heads"]:
         raise CheckpointError(
             f"linear_num_value_heads={fields['linear_num_value_heads']}: must be a multiple of"
@@ -94,16 +90,13 @@ def parse(fields: Fields, *, by_key_head: bool, **changes: Any) -> dict[str, Any
         by_key_head=by_key_head,
         **changes,
     )
-    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-    return {"linear": linear, "linear_layers": layers} if layers else {}
+    return parse_layers(kinds, linear)
 
 
 def format_fields(config: ModelConfig) -> JsonObject:
     """Return the fields of config.json that `parse` reads."""
     fields = {
-        "layer_types": [
-            LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_layers)
-        ],
+        "layer_types": format_layers(config),
         "partial_rotary_factor": config.rope.turned,
     }
     if not isinstance(sizes := config.linear, LinearAttention):  # as in a module of one layer

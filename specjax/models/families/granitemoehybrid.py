@@ -9,8 +9,8 @@ from specjax.errors import InputError
 from specjax.models.config import ModelConfig, MoE, Rope
 from specjax.models.families import factors, mamba2
 from specjax.models.families.base import Family, Fused
-from specjax.models.families.mamba2 import LINEAR
 from specjax.models.families.ropes import FULL, format_rope, parse_rope
+from specjax.models.families.states import LINEAR, format_layers, parse_layers
 from specjax.models.fields import Fields, FieldTable, JsonObject, text, whole
 
 _FIELDS: FieldTable = {
@@ -34,7 +34,7 @@ def _parse(fields: Fields) -> dict[str, Any]:
     has_rope = fields["position_embedding_type"] == "rope"
     return {
         **factors.parse(fields),
-        **mamba2.layers_of(kinds, mamba2.parse_sizes(fields)),
+        **parse_layers(kinds, mamba2.parse_sizes(fields)),
         **_parse_mlps(fields),
         "rope": parse_rope(fields) if has_rope else Rope(kind="none"),
     }
@@ -65,7 +65,7 @@ def _parse_mlps(fields: Fields) -> dict[str, Any]:
 
 def _format(config: ModelConfig) -> JsonObject:
     raw = factors.format_fields(config) | mamba2.format_sizes(config)
-    raw |= {"layer_types": mamba2.kinds_of(config)}
+    raw |= {"layer_types": format_layers(config)}
     if config.rope.kind == "none":
         raw["position_embedding_type"] = "nope"
     else:

@@ -9,10 +9,10 @@ from specjax.errors import InputError
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.families import experts, latent
 from specjax.models.families.base import Family, own_names
-from specjax.models.families.delta_net import CONVOLUTION_NAMES, LINEAR
+from specjax.models.families.delta_net import CONVOLUTION_NAMES
 from specjax.models.families.ropes import FULL
+from specjax.models.families.states import LINEAR, format_layers, parse_layers
 from specjax.models.fields import (
-    CheckpointError,
     Field,
     Fields,
     FieldTable,
@@ -96,9 +96,7 @@ def _kinds(inner: Fields, count: int) -> list[str]:
 
 def _parse(fields: Fields) -> dict[str, Any]:
     kinds, dense = fields["layer_types"], experts.dense_by_kind(fields)
-    if FULL not in kinds:
-        raise CheckpointError(f"layer_types: none is {FULL!r}: at least one must be")
-    mla, layers = latent.parse(fields), tuple(i for i, kind in enumerate(kinds) if kind == LINEAR)
+    mla = latent.parse(fields)
     sizes = KimiDeltaAttention(
         key_heads=fields["linear_num_heads"],
         key_dim=fields["linear_head_dim"],
@@ -110,7 +108,7 @@ def _parse(fields: Fields) -> dict[str, Any]:
         "head_dim": mla.qk_rope_head_dim,
         "rope": Rope(kind="none"),
         "moe": experts.parse_grouped(fields, dense) if has_experts else None,
-        **({"linear": sizes, "linear_layers": layers} if layers else {}),
+        **parse_layers(kinds, sizes),
     }
 
 
@@ -128,9 +126,7 @@ def _format(config: ModelConfig) -> JsonObject:
     raw |= {
         "pad_token_id": None,  # the default may be beyond the vocabulary
         "model_max_length": config.max_positions,
-        "layer_types": [
-            LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_layers)
-        ],
+        "layer_types": format_layers(config),
     }
     if isinstance(sizes := config.linear, KimiDeltaAttention):
         raw |= {

@@ -145,7 +145,10 @@ LLAMA4_TEXT = Family(
         "eos_token_id": 2,
     },
     switches={"rope_interleaved": True, "windows_aligned": True},
-    biases={"attention_bias": ("qkv_bias", "output_bias"), "use_qk_norm": ("qk_unit_norm",)},
+    biases={
+        "attention_bias": ("qkv_bias", "output_bias"),
+        "use_qk_norm": ("qk_unit_norm_in_rope_layers",),
+    },
     kinds=(FULL, CHUNKED),
     windows="any",
     theta=500_000.0,

@@ -5,6 +5,7 @@ from typing import Any
 from specjax.models.config import ModelConfig
 from specjax.models.families.base import Fused
 from specjax.models.families.ropes import FULL
+from specjax.models.families.states import LINEAR
 from specjax.models.fields import (
     CheckpointError,
     Field,
@@ -16,9 +17,6 @@ from specjax.models.fields import (
     whole,
 )
 from specjax.models.memory import Mamba2
-
-LINEAR = "linear_attention"
-"""The kind of layers that keep a state, as ``layer_types`` names it."""
 
 OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}
 """The kinds of layers in older files, and their names today."""
@@ -69,18 +67,6 @@ def today(kinds: Any) -> Any:
     if not isinstance(kinds, list):
         return kinds
     return [OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
-
-
-def layers_of(kinds: list[str], sizes: Mamba2) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` for the layers that are `LINEAR`.
-
-    Raises:
-        CheckpointError: No layer has attention.
-    """
-    if FULL not in kinds:
-        raise CheckpointError(f"layer_types: none is {FULL!r}: at least one must be")
-    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-    return {"linear": sizes, "linear_layers": layers} if layers else {}
 
 
 # --- the fields of Granite 4 and Bamba ------------------------------------------------------------
@@ -170,8 +156,3 @@ def format_heads(sizes: Mamba2) -> JsonObject:
         "mamba_conv_bias": sizes.convolution_bias,
         "mamba_proj_bias": sizes.projection_bias,
     }
-
-
-def kinds_of(config: ModelConfig) -> list[str]:
-    """Return the kind of each layer."""
-    return [LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_layers)]

@@ -107,7 +107,7 @@ MUSE_GLIMMER_TEXT = Family(
         "norm_offset": 1.0,
         "final_norm_offset": 0.0,
         "embedding_normed": True,
-        "qk_unit_norm_everywhere": True,
+        "qk_unit_norm_in_all_layers": True,
         "gated_values": True,
     },
     biases={"attention_bias": ("qkv_bias", "output_bias")},

@@ -10,8 +10,8 @@ from specjax.errors import InputError
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.families import experts, mamba2
 from specjax.models.families.base import Family, Fused
-from specjax.models.families.mamba2 import LINEAR
 from specjax.models.families.ropes import FULL
+from specjax.models.families.states import LINEAR, parse_layers
 from specjax.models.fields import Fields, FieldTable, JsonObject, flag, number, text, whole
 from specjax.models.memory import Mamba2
 
@@ -70,7 +70,7 @@ def _parse(fields: Fields) -> dict[str, Any]:
     )
     moe = {"moe": _parse_experts(fields)} if _MOE in kinds else {}
     return {
-        **mamba2.layers_of(kinds, sizes),
+        **parse_layers(kinds, sizes),
         **moe,
         "mlp_layers": tuple(i for i, kind in enumerate(kinds) if kind in (_MLP, _MOE)),
         "activation": fields["mlp_hidden_act"],

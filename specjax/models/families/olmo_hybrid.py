@@ -8,8 +8,8 @@ from typing import Any
 from specjax.models.config import Layer, LinearAttention, ModelConfig, Rope
 from specjax.models.families import delta_net
 from specjax.models.families.base import Family
-from specjax.models.families.delta_net import LINEAR
 from specjax.models.families.ropes import FULL, format_rope, parse_rope
+from specjax.models.families.states import LINEAR
 from specjax.models.fields import CheckpointError, Fields, FieldTable, JsonObject, flag, text, whole
 
 _SIZES = (

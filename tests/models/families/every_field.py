@@ -5,9 +5,11 @@ version adds. A field is changed as its type allows. `outcome` compares what tra
 ours make of a changed file. The weights are those of transformers' model of that file.
 """
 
+import ast
 import copy
 import dataclasses
 import functools
+import inspect
 import json
 import logging
 import tempfile
@@ -49,6 +51,13 @@ _HYBRID = _SIZES | {
 _MAMBA2 = _SIZES | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 10}
 _DEEPSEEK = zoo.LATENT | zoo.GROUPED_EXPERTS | zoo.FIRST_DENSE | {"num_hidden_layers": 2}
 _INDEXED = zoo.INDEXED | zoo.FIRST_DENSE | {"num_hidden_layers": 2}
+_NEMOTRON_H = _SIZES | {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "time_step_min": 1e-9,
+}
 _GEMMA4 = _SIZES | {
     "sliding_window": 5,
     "layer_types": [_WINDOWED, _FULL],
@@ -77,7 +86,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": (
         "Qwen3Moe",
-        _SIZES | _EXPERTS | {"use_sliding_window": True, "sliding_window": 9},
+        _SIZES
+        | _EXPERTS
+        | {"use_sliding_window": True, "sliding_window": 9, "mlp_only_layers": [1]},
     ),
     "qwen3_next": (
         "Qwen3Next",
@@ -191,16 +202,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h": (
         "NemotronH",
-        _SIZES
+        _NEMOTRON_H
         | zoo.GROUPED_EXPERTS
         | {
             "layers_block_type": [_LINEAR, "moe", _FULL],
-            "mamba_num_heads": 6,
-            "mamba_head_dim": 8,
-            "n_groups": 2,
-            "ssm_state_size": 10,
             "moe_shared_expert_intermediate_size": 24,
-            "time_step_min": 1e-9,
         },
     ),
     "granitemoehybrid": (
@@ -237,6 +243,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 12,
+            "n_group": 4,
+            "topk_group": 2,
         },
     ),
     "step3p7": (
@@ -260,13 +268,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES | {"sliding_window": 5, "layer_types": [_WINDOWED, _FULL]},
     ),
     "qwen3_vl": ("Qwen3VL", _SIZES),
-    "qwen3_vl_moe": ("Qwen3VLMoe", _SIZES | _EXPERTS),
+    "qwen3_vl_moe": ("Qwen3VLMoe", _SIZES | _EXPERTS | {"mlp_only_layers": [1]}),
     "kimi_k25": ("Kimi_K25", _DEEPSEEK),
+    "gemma4_text with shared entries": (
+        "Gemma4Text",
+        _GEMMA4
+        | {"num_hidden_layers": 4, "layer_types": [_WINDOWED, _FULL] * 2}
+        | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
+    "exaone4 with a pattern": (
+        "Exaone4",
+        _SIZES | {"sliding_window": 5, "sliding_window_pattern": 2},
+    ),
+    "ernie4_5_moe with dense layers": (
+        "Ernie4_5_Moe",
+        _SIZES
+        | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12, "hidden_size": 32}
+        | {"num_hidden_layers": 4, "moe_layer_interval": 2, "moe_layer_start_index": 1},
+    ),
+    "nemotron_h with an mlp": (
+        "NemotronH",
+        _NEMOTRON_H | {"layers_block_type": [_LINEAR, "mlp", _FULL]},
+    ),
+    "falcon_h1 with norms": ("FalconH1", _MAMBA2 | {"mamba_d_ssm": 64, "mamba_rms_norm": True}),
 }
 """Small models by name, as a class and the fields of config.json.
 
 The class is that of transformers' configuration, without "Config".
 """
+
+WITH_ANOTHER_SWITCH = (
+    "gemma4_text with shared entries",
+    "exaone4 with a pattern",
+    "ernie4_5_moe with dense layers",
+    "nemotron_h with an mlp",
+    "falcon_h1 with norms",
+)
+"""Models of a family with a switch without which some fields mean nothing. RoPEs are not tried."""
 
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLText", zoo.VISION),
@@ -392,6 +430,25 @@ _OLDER_WITH_INDEXERS: dict[str, list[Any]] = {
     "index_skip_topk_offset": [0, 1],
     "num_experts": [16],
 }
+_TEXTS = ["silu", "gelu", "relu2", "other"]
+"""Values of fields with text: activations, and what no field means."""
+_BY_NAME: dict[str, list[Any]] = {
+    "mlp_layer_types": [["dense", "sparse"], ["sparse", "dense"], ["dense"] * 2, ["sparse"] * 2],
+    "mlp_multipliers": [[0.8, 1.0], [1.0, 0.4]],
+    "ssm_multipliers": [[1.0] * i + [0.6] + [1.0] * (4 - i) for i in range(5)],
+    "time_step_limit": [[0.0, 0.1], [2.0, 3.0], [0.0, {"__float__": "Infinity"}]],
+    "full_attn_idxs": [[0], [1], [0, 1]],
+    "layers_block_type": [["attention", "mamba"]],
+    "layer_rope_theta": [[0, 0], [1e4, 1e4], [0, 1e4], [500.0, 1e4]],
+    "per_layer_config": [{"1": {"head_dim": 12}}, {"0": {"sliding_window": 3}}],
+    "moe_norm_min": [0.7],
+    "gating": [True, False, "per-head", "other"],
+    "moe_latent_size": [20],
+    "post_norm_eps": [0.5],
+    "mamba_norm_before_gate": [False],
+    "use_bidirectional_attention": [True, "all", "vision"],
+}
+"""Values of fields whose types say too little, for the families whose class has the field."""
 _RARE_ROPES = ("longrope", "proportional", "yarn whose bounds are cut")
 _OWN_ROPES = (("phi3", "longrope"), ("gemma4_text", "proportional"))
 """Rare RoPEs whose keys are changed. In other families these RoPEs are tried as they are."""
@@ -453,14 +510,15 @@ class Case:
 
 def cases() -> list[Case]:
     """Return all cases, in an order that is the same in every run."""
-    by_name = {str(case): case for family in FAMILIES for case in _of_family(family)}
+    by_name = {str(case): case for family in FAMILIES for case in cases_of(family)}
     return list(by_name.values())
 
 
-def _of_family(family: str) -> Iterator[Case]:
-    for name, values in _arguments(family).items():
+def cases_of(family: str) -> Iterator[Case]:
+    """Yield the cases of a family, some of them twice."""
+    for name, values in arguments(family).items():
         yield from (Case(family, "", name, value) for value in values)
-    for rope, fields in ROPES.items():
+    for rope, fields in ROPES.items() if family not in WITH_ANOTHER_SWITCH else ():
         yield Case(family, rope, "rope_theta", ABSENT)  # the file as it is
         if rope in _RARE_ROPES and (family.split(maxsplit=1)[0], rope) not in _OWN_ROPES:
             continue
@@ -477,7 +535,7 @@ def _of_family(family: str) -> Iterator[Case]:
         yield Case(family, rope, "max_position_embeddings", 64)
 
 
-def _arguments(family: str) -> dict[str, list[Any]]:
+def arguments(family: str) -> dict[str, list[Any]]:
     """Return by name the values of every argument of the family's class.
 
     Fields of older files and of other families are among them.
@@ -489,6 +547,10 @@ def _arguments(family: str) -> dict[str, list[Any]]:
         values[name] = values.get(name, []) + [
             value for value in changed if value != fields.get(name, ABSENT)
         ]
+    kind = _class(family)
+    for name in [name for name in _BY_NAME if name in values or hasattr(kind, name)]:
+        stated = [value for value in _BY_NAME[name] if value != fields.get(name, ABSENT)]
+        values[name] = values.get(name, []) + stated
     for name, value in fields.items():
         if type(value) is not int or name in _SMALL_BY_DEFAULT:
             values[name] = [*values.get(name, []), ABSENT]
@@ -528,7 +590,20 @@ def _other_values(value: Any, annotation: Any) -> list[Any]:
         return [value + 1, 2 * value, *([value // 2] if value > 1 else []), *null]
     if isinstance(value, float):
         return [1.5 * value if value else 0.5, *null]
+    if isinstance(value, list | tuple):
+        return [*_other_lists(list(value)), *null]
+    if isinstance(value, str):
+        return [*(text for text in _TEXTS if text != value), *null]
     return null
+
+
+def _other_lists(value: list[Any]) -> list[list[Any]]:
+    """Return lists of the same length as ``value``: each entry changed, and others in its place."""
+    lists = [value[::-1], value[:1] * len(value), value[-1:] * len(value)]
+    for index, entry in enumerate(value):
+        if type(entry) in (int, float):
+            lists.append([*value[:index], 1.5 * entry if entry else 0.5, *value[index + 1 :]])
+    return [changed for i, changed in enumerate(lists) if changed not in (value, *lists[:i])]
 
 
 def _literals(kind: Any) -> list[Any]:
@@ -570,6 +645,64 @@ def _with_rope(family: str, rope: str) -> dict[str, Any]:
         windowed = {"rope_type": "default", "rope_theta": 500_000.0 if family == "olmo3" else 1e4}
         fields["rope_parameters"] = {_FULL: full, _WINDOWED: windowed} if by_kind else full
     return fields
+
+
+# --- the fields that transformers reads -----------------------------------------------------------
+
+
+def fields_read(family: str) -> set[str]:
+    """Return the fields that the modeling code of a family in transformers reads.
+
+    They are the names of attributes of ``config`` in its source. Fields of other parts of a model,
+    such as a vision tower, are not among them: the text model's configuration does not have them.
+    """
+    kind = FAMILIES[family][0]
+    tree = ast.parse(inspect.getsource(inspect.getmodule(zoo.model_class(kind))))
+    names = set(filter(None, map(_name_read, ast.walk(tree))))
+    config = _class(family)()
+    return {_argument_name(family, name) for name in names if _has(config, name)}
+
+
+def _name_read(node: ast.AST) -> str | None:
+    """Return the name of a field, if a node of the source reads it from a configuration."""
+    match node:
+        case ast.Attribute(value=value, attr=name):
+            pass
+        case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name)), *_]):
+            pass
+        case _:
+            return None
+    match value:
+        case ast.Name(id="config" | "text_config") | ast.Attribute(attr="config" | "text_config"):
+            return name
+    return None
+
+
+def _argument_name(family: str, name: str) -> str:
+    """Return the name by which the file states a field: some attributes stand for another."""
+    if arguments(family).get(name):
+        return name
+    return getattr(_class(family), "attribute_map", {}).get(name, name)
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # Gemma 4's configurations refuse what differs between layers
+        return True
+
+
+def changes_logits(family: str, name: str) -> bool:
+    """Return whether some value of a field in the table changes transformers' logits."""
+    before = _base(family, "")
+    assert before is not None
+    for value in arguments(family)[name]:
+        model = _model(Case(family, "", name, value).file())
+        if model is not None:
+            logits = zoo.logits(model, _tokens(model.config.get_text_config().vocab_size))
+            if not np.array_equal(before, logits):
+                return True
+    return False
 
 
 # --- the outcome of a case ------------------------------------------------------------------------

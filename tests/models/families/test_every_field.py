@@ -4,6 +4,8 @@ from collections import Counter
 
 import pytest
 
+from specjax.models.config_json import parse_config
+from specjax.models.fields import CheckpointError
 from tests.models.families import every_field
 from tests.models.families.every_field import ABSENT, ROPES, Case, outcome
 
@@ -59,15 +61,14 @@ def check(cases: list[Case]) -> None:
     assert kinds["equal"] > len(cases) // 10  # not all cases are refused
 
 
+@pytest.mark.full
 def test_the_table_has_every_family_and_the_fields_that_are_known_to_matter() -> None:
     from specjax.models.families import FAMILIES
 
     names = {FAMILIES[family.split(maxsplit=1)[0]].model_type for family in every_field.FAMILIES}
     assert names == {family.model_type for family in FAMILIES.values()}
-    cases = every_field.cases()
-    assert len({str(case) for case in cases}) == len(cases)
-    for family in every_field.FAMILIES:
-        fields = {case.name for case in cases if case.family == family}
+    for family in every_field.FAMILIES.keys() - every_field.WITH_ANOTHER_SWITCH:
+        fields = {case.name for case in every_field.cases_of(family)}
         assert fields & {"rms_norm_eps", "layer_norm_epsilon", "norm_eps"}
         assert {
             "rope_parameters.factor",
@@ -75,6 +76,68 @@ def test_the_table_has_every_family_and_the_fields_that_are_known_to_matter() ->
             "layer_types",
             "tie_word_embeddings",
         } <= fields
+
+
+# Fields that transformers' modeling code reads and no case changes.
+NOT_CHANGED = {
+    "_attn_implementation": "how attention is computed",
+    "_experts_implementation": "how experts are computed",
+    "is_encoder_decoder": "no decoder is one",
+    "rope_parameters": "its keys are changed instead",
+    "initializer_range": "for new models",
+    "text_config": "its fields are changed instead",
+    "get_text_config": "a method",
+    "num_nextn_predict_layers": "MTP modules, which are no part of the target",
+    "output_attentions": "changes no logits",
+    "kv_sharing_modes": "derived from num_kv_shared_layers",
+    "num_hidden_layers": "in Nemotron-H derived from layers_block_type",
+}
+
+
+@pytest.mark.full
+def test_every_field_that_transformers_reads_is_changed() -> None:
+    """A new version may read a field that is in no configuration class, or of a new type."""
+    unchanged = {}
+    for family in every_field.FAMILIES:
+        changed = {case.name for case in every_field.cases_of(family)}
+        read = every_field.fields_read(family)
+        assert {"hidden_size", "vocab_size"} <= read
+        if missing := read - changed - NOT_CHANGED.keys():
+            unchanged[family] = missing
+    assert unchanged == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gemma4_text with shared entries", "num_kv_shared_layers"),
+        ("gemma4_text with shared entries", "use_double_wide_mlp"),
+        ("exaone4 with a pattern", "sliding_window_pattern"),
+        ("ernie4_5_moe with dense layers", "moe_layer_interval"),
+        ("nemotron_h with an mlp", "intermediate_size"),
+        ("falcon_h1 with norms", "mamba_norm_before_gate"),
+        ("qwen3_moe", "intermediate_size"),
+        ("kimi_linear", "topk_group"),
+    ],
+)
+def test_a_field_that_needs_a_switch_changes_the_logits(family, name) -> None:
+    """A field without effect in its model would be compared in vain."""
+    assert every_field.changes_logits(family, name)
+    results = [outcome(case) for case in every_field.cases_of(family) if case.name == name]
+    assert not any(result.wrong for result in results)
+    assert any(result.summary.startswith("equal") for result in results)
+
+
+def test_layers_that_differ_are_refused_where_they_are_not_read() -> None:
+    case = Case("llama", "", "per_layer_config", {"1": {"rms_norm_eps": 0.02}})
+    assert outcome(case).summary.startswith("refused: per_layer_config={'1': {'rms_norm_eps'")
+    with pytest.raises(
+        CheckpointError, match=r"^config\.json: per_layer_config=.*left out, or null"
+    ):
+        parse_config(case.file())
+    for nothing in ({}, None):
+        assert parse_config(Case("llama", "", "per_layer_config", nothing).file()).layers == ()
 
 
 @pytest.mark.full

@@ -365,7 +365,7 @@ REFUSALS = [
     ),
     (
         {"layer_types": ["linear_attention"] * 4},
-        "layer_types: all are 'linear_attention': at least one must be",
+        "layer_types: none is 'full_attention': at least one must be",
     ),
     (
         {"layer_types": ["linear_attention"] * 3},
