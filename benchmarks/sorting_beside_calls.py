@@ -1,4 +1,4 @@
-"""Times of decode calls while the host sorts answers of another tenant, and while it does not.
+"""Times of decode calls while the host inserts answers of another tenant, and while it does not.
 
     python -m benchmarks.sorting_beside_calls
 
@@ -35,8 +35,8 @@ class SortingConfig:
 
     Attributes:
         target: directory or hub id, or "embedded".
-        tokens: number of tokens that are sorted.
-        answer_tokens: tokens of each answer that is sorted.
+        tokens: number of sorted tokens, into which answers are inserted.
+        answer_tokens: tokens of each answer.
         rows: number of rows, all in use.
         new_tokens: tokens of each text.
         steps: steps of a call.
@@ -75,14 +75,14 @@ class TimedDevice:
         return self._device.decode(*arguments)
 
 
-class Sorting:
-    """A thread that adds an answer of a tenant as soon as the answers before are sorted.
+class Inserting:
+    """A thread that adds an answer of a tenant as soon as the answers before are inserted.
 
     The tenant's answers have as many tokens as are kept, so that each new one takes the place of
     the oldest.
 
     Attributes:
-        count: the number of sorts.
+        count: the number of insertions.
     """
 
     def __init__(self, answers: EarlierAnswers, texts: Sequence[list[int]]) -> None:
@@ -101,13 +101,13 @@ class Sorting:
             self._answers.wait()
             self.count += 1
 
-    def __enter__(self) -> "Sorting":
+    def __enter__(self) -> "Inserting":
         """Start."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop after the sort that goes on."""
+        """Stop after the insertion that goes on."""
         self._is_over.set()
         self._thread.join()
 
@@ -131,14 +131,14 @@ def run_period(engine: Engine, device: TimedDevice, config: SortingConfig) -> np
 
 
 def measure(config: SortingConfig) -> tuple[dict[str, list[np.ndarray]], int]:
-    """Return the milliseconds of calls, by kind and period, and the number of sorts."""
+    """Return the milliseconds of calls, by kind and period, and the number of insertions."""
     rng = np.random.default_rng(config.seed)
     generator = pipeline.load(config.target, "suffix", generation_config=None)
     text = make_text(rng, config.tokens, generator.target.config.vocab_size).tolist()
     length = config.answer_tokens - 1  # one place is for the end of an answer
     texts = [text[begin : begin + length] for begin in range(0, len(text) - length, length)]
-    times: dict[str, list[np.ndarray]] = {"without": [], "while sorting": []}
-    sorts = 0
+    times: dict[str, list[np.ndarray]] = {"without": [], "while inserting": []}
+    insertions = 0
     with Engine(
         generator,
         rows=config.rows,
@@ -154,10 +154,10 @@ def measure(config: SortingConfig) -> tuple[dict[str, list[np.ndarray]], int]:
         run_period(engine, device, config)  # compiles
         for _ in range(config.periods):
             times["without"].append(run_period(engine, device, config))
-            with Sorting(answers, texts) as sorting:
-                times["while sorting"].append(run_period(engine, device, config))
-            sorts += sorting.count
-    return times, sorts
+            with Inserting(answers, texts) as inserting:
+                times["while inserting"].append(run_period(engine, device, config))
+            insertions += inserting.count
+    return times, insertions
 
 
 def main(config: SortingConfig) -> None:
@@ -169,10 +169,10 @@ def main(config: SortingConfig) -> None:
             f"answer_tokens={config.answer_tokens}: must be from 8 to half of tokens, that is"
             f" {config.tokens // 2}"
         )
-    times, sorts = measure(config)
+    times, insertions = measure(config)
     title = (
-        f"milliseconds of a call, {config.rows} rows, {sorts} sorts of {config.tokens:,} tokens"
-        f" ({os.cpu_count()} cores, load {os.getloadavg()[0]:.1f})"
+        f"milliseconds of a call, {config.rows} rows, {insertions} insertions in"
+        f" {config.tokens:,} tokens ({os.cpu_count()} cores, load {os.getloadavg()[0]:.1f})"
     )
     table = Table("", "calls", "median", "90%", "99%", "99%, by period", title=title)
     for name, periods in times.items():

@@ -6,9 +6,8 @@ neighbours in that order, and a binary search finds the first and the last of th
 the same continuation are neighbours, too.
 
 The host sorts once, see `SuffixIndex.on_host`, and inserts what is added later, see
-`SuffixIndex.with_texts`. The device searches for all rows and all lengths
-together, in shapes that depend on the capacity alone. So texts may be added within the capacity
-without another compilation.
+`SuffixIndex.with_texts`. The device searches for all rows and all lengths together, in shapes that
+depend on the capacity alone. So texts may be added within the capacity without another compilation.
 
 An index may have several *segments*, each with texts of its own. A search is in one of them, and
 finds nothing of the others.
@@ -38,7 +37,10 @@ SORTED_TOKENS = 2 * LONGEST_CONTEXT
 """The number of tokens by which positions are sorted: a context, and as many tokens after it."""
 
 MOST_INSERTED = 1 / 16
-"""The largest share of positions that are inserted. If more are new, sorting all is faster."""
+"""The largest share of positions that are inserted. If more are new, all are sorted.
+
+Of a million tokens, inserting this share takes as long as sorting all.
+"""
 
 LARGEST_TOKEN = 2**31 - 1
 """The largest token id that the arrays hold."""
@@ -124,28 +126,29 @@ class SuffixIndex:
                 f"capacity={capacity}: the texts need {len(tokens)} tokens, with one for the end of"
                 " each; give at least this number, below 2**31 - 1"
             )
-        return cls._sorted(tokens, _without_ends(tokens, sorted_positions(tokens))).padded(capacity)
+        return cls._of_order(tokens, _order_of(tokens), capacity)
 
     @classmethod
-    def _sorted(cls, tokens: np.ndarray, order: np.ndarray) -> "SuffixIndex":
-        """Return an index of sorted tokens, without the place behind the last one."""
+    def _of_order(cls, tokens: np.ndarray, order: np.ndarray, capacity: int) -> "SuffixIndex":
+        """Return an index of tokens and their sorted positions, which has one segment."""
         sizes = np.array([len(order)], np.int32)
         largest = tokens.max(initial=NO_TOKEN)
-        return cls(tokens, order, sizes, largest)  # pyright: ignore[reportArgumentType]
+        index = cls(tokens, order, sizes, largest)  # pyright: ignore[reportArgumentType]
+        return index.padded(capacity)
 
     def with_texts(self, texts: Sequence[Sequence[int]], begin: int, end: int) -> "SuffixIndex":
         """Return this index without its first texts, and with other texts behind its last ones.
 
         The result is that of `on_host`. But positions that are sorted already stay so: the first
         texts are in no window of a later position. Only positions near the end, whose windows reach
-        into the new texts, and those of the new texts are sorted, and inserted among the rest. That
-        is faster, unless more than `MOST_INSERTED` of all positions are inserted: then all are
-        sorted.
+        into the new texts, and those of the new texts are sorted, and inserted among the rest. If
+        they are more than `MOST_INSERTED` of all positions, all are sorted.
 
         Args:
             texts: the token ids of each text that is added.
             begin: the first place in ``tokens`` that stays: the beginning of a text.
-            end: the place behind the end of the last text that stays; ``begin``: none stays.
+            end: the place behind the last text that stays and its end. It equals ``begin`` if none
+                stays.
 
         Returns:
             An index in numpy arrays, without room for more. This one must be `on_host`, too.
@@ -165,13 +168,12 @@ class SuffixIndex:
         # The windows of the positions before this one end before the new texts.
         first = max(len(stored) - SORTED_TOKENS, 0)
         if len(tokens) - first > MOST_INSERTED * len(tokens):
-            order = _without_ends(tokens, sorted_positions(tokens))
+            order = _order_of(tokens)
         else:
             order = order - np.int32(begin)
             order = order[(order >= 0) & (order < first)]
-            inserted = sorted_positions(tokens[first:]) + np.int32(first)
-            order = _merged(tokens, order, _without_ends(tokens, inserted))
-        return SuffixIndex._sorted(tokens, order).padded(max(len(tokens), 1))
+            order = _merged(tokens, order, _order_of(tokens[first:]) + np.int32(first))
+        return SuffixIndex._of_order(tokens, order, max(len(tokens), 1))
 
     @property
     def capacity(self) -> int:
@@ -325,13 +327,14 @@ def _joined(texts: Sequence[Sequence[int]]) -> np.ndarray:
     return joined.astype(np.int32)
 
 
-def _without_ends(tokens: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return the positions without those of ends of texts, where no search begins."""
+def _order_of(tokens: np.ndarray) -> np.ndarray:
+    """Return the sorted positions without those of ends of texts, where no search begins."""
+    order = sorted_positions(tokens)
     return order[tokens[order] != NO_TOKEN]
 
 
 def _merged(tokens: np.ndarray, order: np.ndarray, inserted: np.ndarray) -> np.ndarray:
-    """Merge sorted positions with fewer sorted ones, which are all behind them in ``tokens``."""
+    """Merge sorted positions with other sorted ones, all of which are behind them in ``tokens``."""
     beyond = np.full(SORTED_TOKENS, NO_TOKEN - 1, np.int32)  # it sorts before all tokens
     windows = np.lib.stride_tricks.sliding_window_view(
         np.concatenate([tokens, beyond]), SORTED_TOKENS

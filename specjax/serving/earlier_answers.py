@@ -60,8 +60,8 @@ class _TenantAnswers:
         last_used: when the newest answer came.
         index: the sorted answers, in numpy arrays without room for more; None: none was sorted yet.
         sorted_version: the version of the answers in ``index``.
-        removed: the tokens of the first texts of the newest sort that went since it began, with one
-            for the end of each.
+        removed: the number of places at the beginning of the newest sort's texts that have gone
+            since it began.
         unsorted: the number of ``texts`` that came since the newest sort began.
     """
 
@@ -89,7 +89,7 @@ class _TenantAnswers:
 
     def changes(self) -> "_Changes":
         """Return what changed since the newest sort. Now another one begins."""
-        new = list(itertools.islice(self.texts, len(self.texts) - self.unsorted, None))
+        new = list(itertools.islice(reversed(self.texts), self.unsorted))[::-1]
         end = self.removed + self.size - sum(len(text) + 1 for text in new)
         changes = _Changes(self.index, new, self.removed, end)
         self.removed = self.unsorted = 0
@@ -111,8 +111,8 @@ class _Changes(NamedTuple):
     begin: int
     end: int
 
-    def sorted(self) -> SuffixIndex:
-        """Return the sorted answers, with the new ones and without those that went."""
+    def applied(self) -> SuffixIndex:
+        """Return the sorted answers with the new ones and without those that went."""
         texts: Any = self.texts
         if self.index is None:
             return SuffixIndex.on_host(texts)
@@ -242,7 +242,7 @@ class EarlierAnswers:
                 changes, version, self._is_sorting = answers.changes(), answers.version, True
             index = None
             try:
-                index = changes.sorted()
+                index = changes.applied()
             except Exception:  # such as too little memory: only drafts of this tenant are lost
                 _LOGGER.exception("earlier answers of a tenant cannot be sorted; they are dropped")
             with self._changed:

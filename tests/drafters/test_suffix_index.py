@@ -1,5 +1,7 @@
 """Compare the suffix index with a dictionary of n-grams."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,7 +162,7 @@ def check_insertions(vocab: int, changes: int, capacity: int, seed: int = 0) -> 
     """Change an index many times, and compare it each time with one that is sorted anew.
 
     Returns:
-        The number of changes in which a position was inserted beside others that stayed.
+        The number of changes in which new texts came beside more than two windows that stayed.
     """
     rng = np.random.default_rng((seed, vocab))
     texts: list[list[int]] = []
@@ -196,11 +198,26 @@ def test_an_index_with_inserted_texts_is_that_of_all_texts(vocab, monkeypatch) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("most", [1.0, suffix_index.MOST_INSERTED])
 @pytest.mark.parametrize("vocab", [1, 2, 3, 30, 2**31 - 1])
-def test_thousands_of_insertions(vocab, most, monkeypatch) -> None:
-    monkeypatch.setattr(suffix_index, "MOST_INSERTED", most)
+def test_thousands_of_insertions(vocab, monkeypatch) -> None:
+    monkeypatch.setattr(suffix_index, "MOST_INSERTED", 1.0)  # nothing is sorted anew
     assert check_insertions(vocab, changes=1000, capacity=600, seed=1) > 500
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("vocab", [1, 30])
+def test_insertions_between_sorts_of_all_positions(vocab, monkeypatch) -> None:
+    merges = []
+
+    def counting(*arguments: Any) -> np.ndarray:
+        merges.append(1)
+        return merged(*arguments)
+
+    merged = suffix_index._merged
+    monkeypatch.setattr(suffix_index, "_merged", counting)
+    changes = 400
+    check_insertions(vocab, changes, capacity=4000, seed=2)
+    assert 100 < len(merges) < changes
 
 
 def test_few_positions_are_inserted_and_many_are_sorted_anew(monkeypatch) -> None:

@@ -697,7 +697,8 @@ def test_a_search_in_a_million_tokens_reads_next_to_nothing(chips) -> None:
     assert (costs["turns"], costs["gathers"]) == (20, 2)
     # The two arrays of the index, which a TPU's compiler moves into fast memory once a step.
     assert costs["prefetched"] in (range(1) if chips == "h100" else range(8_000_000, 8_100_000))
-    assert costs["prefetched"] < costs["bytes"] <= 0.001 * costs["plain"]
+    most = 0.0001 if chips == "h100" else 0.0006
+    assert costs["prefetched"] < costs["bytes"] <= most * costs["plain"]
 
 
 @needs_cuda

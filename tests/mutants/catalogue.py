@@ -2162,6 +2162,16 @@ CATALOGUE = (
         breaks="Of several answers that are removed between two sorts, only the last one goes.",
     ),
     Mutant(
+        name="what-goes-while-answers-are-inserted-is-forgotten",
+        file="specjax/serving/earlier_answers.py",
+        old="answers.index, answers.sorted_version = index, version",
+        new="answers.index, answers.sorted_version, answers.removed = index, version, 0",
+        tests=(
+            "tests/serving/test_earlier_answers.py::test_answers_that_come_while_others_are_inserted_are_inserted_next",
+        ),
+        breaks="An answer that is removed during an insertion stays in the index for ever.",
+    ),
+    Mutant(
         name="a-manifest-replaces-whatever-is-there",
         file="specjax/stored_folders.py",
         old="if present is None or present.writer not in tried:",

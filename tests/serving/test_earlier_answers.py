@@ -1,6 +1,7 @@
 """Drafts from the earlier answers of a tenant: from its own alone, and never another text."""
 
 from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -103,11 +104,11 @@ def test_a_tenant_that_comes_back_has_another_version() -> None:
 
 
 def test_answers_are_sorted_as_if_all_of_them_came_at_once() -> None:
-    """Add answers one by one and several at a time, of which some remove all the others."""
+    """Add answers one by one and several at a time, of which two remove all the others."""
     rng = np.random.default_rng(0)
     answers, texts = EarlierAnswers(capacity=2048), []
     for number in range(90):
-        length = rng.integers(3, 40) if number % 40 else rng.integers(1000, 3000)
+        length = 3000 if number in (0, 40) else 1500 if number == 80 else rng.integers(3, 40)
         texts.append(rng.integers(0, 3, length).tolist())
         answers.add(A, texts[-1])
         if rng.random() < 0.5:
@@ -120,6 +121,31 @@ def test_answers_are_sorted_as_if_all_of_them_came_at_once() -> None:
             texts.pop(0)
         for name, expected in vars(SuffixIndex.on_host(texts)).items():
             np.testing.assert_array_equal(getattr(newest[1], name), expected, name)
+    answers.close()
+
+
+def test_answers_that_come_while_others_are_inserted_are_inserted_next(monkeypatch) -> None:
+    """Add an answer during an insertion, which removes one stored answer, and remains to insert."""
+    has_begun, may_go_on, with_texts = Event(), Event(), SuffixIndex.with_texts
+
+    def waiting(index: SuffixIndex, *arguments: Any) -> SuffixIndex:
+        has_begun.set()
+        assert may_go_on.wait(60)
+        return with_texts(index, *arguments)
+
+    monkeypatch.setattr(SuffixIndex, "with_texts", waiting)
+    answers = EarlierAnswers(capacity=20)  # two answers of six tokens and their ends
+    answers.add(A, [0] * 6)
+    answers.wait()
+    answers.add(A, [1] * 6)
+    assert has_begun.wait(60)
+    answers.add(A, [2] * 6)
+    may_go_on.set()
+    answers.wait()
+    newest = answers.newest(A)
+    assert newest is not None
+    for name, expected in vars(SuffixIndex.on_host([[1] * 6, [2] * 6])).items():
+        np.testing.assert_array_equal(getattr(newest[1], name), expected, name)
     answers.close()
 
 
