@@ -62,11 +62,18 @@ def test_clients_go_on_until_each_has_had_an_answer() -> None:
     Then both clients hang up.
     """
     numbers = itertools.count()
+    is_time_up = asyncio.Event()
 
     async def ask(answer: Answer) -> None:
         answer.add("a")
         number = next(numbers)
-        await asyncio.sleep(0.2 if number == 0 else 0.02 if number < 4 else 60)
+        if number == 0:  # the first client's: the other one has three answers meanwhile
+            await is_time_up.wait()
+        elif number == 4:
+            await asyncio.sleep(0.1)  # longer than the clients run
+            is_time_up.set()
+        if number >= 4:
+            await asyncio.sleep(60)
         answer.finished = time.perf_counter()
 
     endless = itertools.repeat(Request("", 8))
