@@ -4,9 +4,10 @@ python -m benchmarks.recipes
 
 Each cell of the table is a recipe on chips: memory by their compiler, which needs no such chip, and
 hours by arithmetic. A cell takes minutes. Its record is saved at once, and the same command goes on
-with the cells that are missing. A target is cut to its first layers, because the temporary memory
-of a step does not grow with them: they have no gradient. The weights of the layers that are left
-out are added by arithmetic. `--layers 0` compiles the whole target.
+with the cells that are missing. A target is cut to its first layers, as many as the drafter reads
+or more, because the temporary memory of a step does not grow with the others: they have no
+gradient. The weights of the layers that are left out are added by arithmetic. `--layers 0` compiles
+the whole target.
 """
 
 import functools
@@ -27,6 +28,7 @@ import tyro
 
 from specjax.chips import Chip, find_chip
 from specjax.config import load_yaml
+from specjax.errors import InputError
 from specjax.files import write_text
 from specjax.models import config_json
 from specjax.models.config import ModelConfig
@@ -49,8 +51,11 @@ TARGETS = {
 }
 """The published model of each name in `configs`."""
 
-CYCLE_LAYERS = (2, 6)
-"""The two numbers of layers of which the cycles of a training step are counted."""
+CYCLE_LAYERS = (6, 12)
+"""The two numbers of layers of which the cycles of a training step are counted.
+
+Both are multiples of Gemma 4's pattern of layers, and no drafter reads more layers.
+"""
 
 
 @dataclass(frozen=True)
@@ -100,12 +105,12 @@ class RecipesConfig:
         only: only cells whose name contains one of these texts, such as "dflash_qwen3_8b on v5e-8".
         share: the share of the chips' peak arithmetic that the hours assume.
         cycles: count the cycles of a training step of cells that have a record: they are compiled
-            with the compiler's default effort, with 2 and with 6 layers, which takes minutes each.
+            with the compiler's default effort and two numbers of layers, which takes minutes each.
         table: print the table of the records, and compile nothing.
     """
 
     output: str = "benchmarks/results/recipes.json"
-    layers: int = 8
+    layers: int = 6
     minutes: float = 60.0
     limit: float = 20.0
     effort: float = -1.0
@@ -146,10 +151,28 @@ def mesh_of(target: str, chips: Chips) -> tuple[int, int]:
     return chips.large_mesh if whole > find_chip(chips.chip).memory / 3 else chips.mesh
 
 
+def student_size(config: TrainConfig, target: ModelConfig) -> int:
+    """Return the number of parameters of the drafter that is trained for a target."""
+    abstract = jax.eval_shape(lambda: Target.init(target, jax.random.key(0), jnp.bfloat16))
+    return sum(
+        leaf.size for leaf in jax.tree.leaves(abstract_run(config, None, abstract).state.student)
+    )
+
+
 def compile_cell(recipe: str, target: str, chips: Chips, config: RecipesConfig) -> Any:
-    """Return the record of a cell: what the compiler says, in a process of its own."""
+    """Return the record of a cell: what the compiler says, in a process of its own.
+
+    Raises:
+        InputError: The target is cut to fewer layers than the drafter reads.
+    """
     whole = published(target)
     part = cut(whole, config.layers)
+    training = load_yaml(TrainConfig, f"configs/{recipe}.yaml")
+    if student_size(training, part) != student_size(training, whole):
+        raise InputError(
+            f"layers={config.layers}: the drafter of {recipe} reads more layers of its target, and"
+            " is smaller for fewer: give at least as many as it reads"
+        )
     variables = {"JAX_PLATFORMS": "cpu"}
     if chips.chip.startswith("tpu"):
         variables["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = str(config.effort)
@@ -252,23 +275,21 @@ def hours(config: TrainConfig, target: ModelConfig, chip: Chip, count: int, shar
     return tokens * operations(config, target) / (count * chip.flops * share) / 3600
 
 
-def count_cycles(
-    recipe: str, target: str, chips: Chips, config: RecipesConfig
-) -> dict[str, int] | None:
-    """Return the cycles of a training step by the number of layers; None if it is refused."""
+def count_cycles(recipe: str, target: str, chips: Chips, config: RecipesConfig) -> dict[str, Any]:
+    """Return the cycles of a training step by the number of layers, or why they are refused."""
     counts = {}
     for layers in CYCLE_LAYERS:
         record = compile_cell(recipe, target, chips, replace(config, layers=layers, effort=0.0))
         if "refused" in record:
-            return None
+            return {"cycles_refused": record["refused"]}
         counts[str(layers)] = record["programs"]["step"]["cycles"]
-    return counts
+    return {"step_cycles": counts}
 
 
 def hours_by_cycles(record: Mapping[str, Any], config: TrainConfig, chip: Chip) -> float | None:
     """Return the hours by the compiler's cycles; None if they were not counted.
 
-    All layers of a target have as many as those between the two depths that were compiled.
+    Every further layer is taken to cost what a layer between the two depths costs.
     """
     if not chip.clock or "step_cycles" not in record:
         return None
@@ -309,6 +330,15 @@ def table(records: Mapping[str, Any], share: float) -> str:
     return "\n".join(lines)
 
 
+def is_missing(record: Mapping[str, Any] | None, chips: Chips, config: RecipesConfig) -> bool:
+    """Return whether a cell has not been compiled, or its cycles have not been counted."""
+    if not config.cycles:
+        return record is None
+    if record is None or "refused" in record or not find_chip(chips.chip).clock:
+        return False
+    return not {"step_cycles", "cycles_refused"} & record.keys()
+
+
 def main(config: RecipesConfig) -> None:
     """Compile what is missing, and print the table."""
     output = Path(config.output)
@@ -319,21 +349,15 @@ def main(config: RecipesConfig) -> None:
         name = f"{recipe} on {chips.name}"
         if config.only and not any(text in name for text in config.only):
             continue
-        record = records.get(name)
-        if config.cycles:
-            is_done = record is None or "refused" in record or "step_cycles" in record
-            is_done = is_done or not find_chip(chips.chip).clock
-        else:
-            is_done = record is not None
-        if is_done:
+        if not is_missing(records.get(name), chips, config):
             continue
         if time.monotonic() - started > 60 * config.minutes:
             break
         print(f"{number} of {len(all_cells)}: {name}", file=sys.stderr, flush=True)
         if not config.cycles:
             records[name] = compile_cell(recipe, target, chips, config)
-        elif counts := count_cycles(recipe, target, chips, config):
-            records[name]["step_cycles"] = counts
+        else:
+            records[name] |= count_cycles(recipe, target, chips, config)
         write_text(output, json.dumps(records, indent=1) + "\n")
     print(table(records, config.share))
 

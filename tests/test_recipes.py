@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from benchmarks import recipes
 from specjax.chips import find_chip
 from specjax.config import load_yaml
+from specjax.errors import InputError
 from specjax.models.published import parameter_count, published
 from specjax.training.config import TrainConfig
 
@@ -96,7 +98,7 @@ def test_cycles_of_a_whole_target_follow_from_two_depths() -> None:
     config = load_yaml(TrainConfig, "configs/dflash_qwen3_32b.yaml")
     chip = find_chip("tpu-v5p")
     # A step has 100 million cycles beside the layers, and each of the 64 layers has 50 million.
-    record = {"of_layers": 64, "step_cycles": {"6": 400_000_000, "2": 200_000_000}}
+    record = {"of_layers": 64, "step_cycles": {"12": 700_000_000, "6": 400_000_000}}
     expected = 50_000 * (100e6 + 64 * 50e6) / chip.clock / 3600
     assert recipes.hours_by_cycles(record, config, chip) == pytest.approx(expected)
     assert recipes.hours_by_cycles({"of_layers": 64}, config, chip) is None
@@ -112,24 +114,61 @@ def test_cycles_are_counted_with_the_default_effort(monkeypatch) -> None:
 
     monkeypatch.setattr(recipes, "compile_cell", compile_cell)
     counts = recipes.count_cycles("eagle3_qwen3_8b", "qwen3-8b", V5P, SIX_LAYERS)
-    assert counts == {"2": 20, "6": 60}
-    assert [(config.layers, config.effort) for config in configs] == [(2, 0.0), (6, 0.0)]
+    assert counts == {"step_cycles": {"6": 60, "12": 120}}
+    assert [(config.layers, config.effort) for config in configs] == [(6, 0.0), (12, 0.0)]
 
 
 NAMED_CHIPS = {"eight H100": "H100 x 8", "v5p-8": "v5p-8", "v5p-32": "v5p-32"}
 """The chips that a configuration of `configs` may name, and their names in the table."""
 
 
-@pytest.mark.parametrize("recipe", sorted({recipe for recipe, _, _ in recipes.cells()}))
-def test_a_recipe_fits_the_chips_that_its_file_names(recipe) -> None:
-    """Read the records of the compiled cells."""
+@pytest.mark.parametrize("method", recipes.METHODS)
+def test_a_recipe_fits_the_chips_that_its_file_names(method) -> None:
+    """Read the records of the compiled cells of Qwen3-32B, whose files name chips."""
     records = json.loads(Path("benchmarks/results/recipes.json").read_text())
-    comments = Path(f"configs/{recipe}.yaml").read_text().replace("\n# ", " ")
+    comments = Path(f"configs/{method}_qwen3_32b.yaml").read_text().replace("\n# ", " ")
     for text, name in NAMED_CHIPS.items():
-        if text in comments:
-            chip = next(offer.chip for offer in recipes.OFFERS if offer.name == name)
-            needed = recipes.bytes_on_a_chip(records[f"{recipe} on {name}"])
-            assert needed <= find_chip(chip).memory, name
-    if "the chips of a v5e-8 are too small" in comments:
-        needed = recipes.bytes_on_a_chip(records[f"{recipe} on v5e-8"])
-        assert needed > find_chip("tpu-v5e").memory
+        assert text in comments
+        chip = next(offer.chip for offer in recipes.OFFERS if offer.name == name)
+        record = records[f"{method}_qwen3_32b on {name}"]
+        assert "refused" not in record
+        assert recipes.bytes_on_a_chip(record) <= find_chip(chip).memory, name
+    assert "the chips of a v5e-8 are too small" in comments
+    needed = recipes.bytes_on_a_chip(records[f"{method}_qwen3_32b on v5e-8"])
+    assert needed > find_chip("tpu-v5e").memory
+
+
+def test_no_recorded_target_is_cut_to_fewer_layers_than_a_drafter_reads() -> None:
+    records = json.loads(Path("benchmarks/results/recipes.json").read_text())
+    assert len(records) == len(recipes.cells())
+    assert {record["layers"] for record in records.values() if "refused" not in record} == {6}
+    with pytest.raises(InputError, match="layers=2: the drafter of dflash_qwen3_32b reads more"):
+        recipes.compile_cell("dflash_qwen3_32b", "qwen3-32b", V5P, replace(SIX_LAYERS, layers=2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", sorted({recipe for recipe, _, _ in recipes.cells()}))
+def test_a_cut_target_has_the_drafter_of_the_whole_one(recipe) -> None:
+    config = load_yaml(TrainConfig, f"configs/{recipe}.yaml")
+    whole = published(next(target for name, target, _ in recipes.cells() if name == recipe))
+    size = recipes.student_size(config, whole)
+    for layers in (SIX_LAYERS.layers, *recipes.CYCLE_LAYERS):
+        assert recipes.student_size(config, recipes.cut(whole, layers)) == size
+
+
+def test_cycles_that_cannot_be_counted_are_not_tried_again(monkeypatch) -> None:
+    monkeypatch.setattr(recipes, "compile_cell", lambda *_: {"refused": "too large"})
+    record = recipes.count_cycles("eagle3_qwen3_8b", "qwen3-8b", V5P, SIX_LAYERS)
+    assert record == {"cycles_refused": "too large"}
+    counting = recipes.RecipesConfig(cycles=True)
+    for stored, chips, is_missing in (
+        ({}, V5P, True),
+        (record, V5P, False),
+        ({"step_cycles": {}}, V5P, False),
+        ({}, H100, False),  # its compiler counts none
+        ({"refused": "too large"}, V5P, False),
+        (None, V5P, False),
+    ):
+        assert recipes.is_missing(stored, chips, counting) == is_missing
+    assert recipes.is_missing(None, V5P, SIX_LAYERS)
+    assert not recipes.is_missing({}, V5P, SIX_LAYERS)

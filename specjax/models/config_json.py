@@ -82,7 +82,7 @@ _FIELDS: FieldTable = {
     "max_window_layers": whole(0, 10_000, default=28),
     "layer_types": texts(default=None),
     "per_layer_config": Field(
-        "left out, or null: layers that differ are not read in this model_type",
+        "left out, or null: this model_type has no fields for single layers",
         lambda value: not value,
         default=None,
     ),

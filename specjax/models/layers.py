@@ -245,20 +245,20 @@ def decoder_layer(
         params: the parameters of the layer.
         config: the configuration of the layer (`ModelConfig.of_layer`).
         x: ``[B, T, H]`` the residual stream before it.
-        rotations: as in `attention`, and so are ``mask``, ``past`` and ``cache_dtype``.
+        rotations: as in `attention`.
         mask: which of the call's own tokens see each other.
-        past: the tokens before.
+        past: the entries of the tokens before, in pieces.
         mesh: the mesh of ``params``: sharded experts run on their devices.
         inputs: ``[B, T, P]`` the inputs of this layer for each token, if the model has them.
         cache_dtype: the format of the layer's cache.
-        context: what a layer with a state reads in place of rotations, mask and past; see
-            `specjax.models.linear_attention`.
+        context: what a layer with a state reads in place of rotations, mask and past, or beside
+            them; see `specjax.models.linear_attention`.
         selection: in a model with an indexer, the keys that a layer without one reads: those that
             the layer before has returned. None: all tokens that it sees.
 
     Returns:
-        The residual stream after it, its entry, or its state after the tokens, and the keys that
-        its queries have read: None without an indexer.
+        Three values. The residual stream after the layer. Its entry: keys and values, a state,
+        both, or () without attention. The keys that its queries have read; None without an indexer.
     """
     entry: Entry | State = ()
     if "o" in params:

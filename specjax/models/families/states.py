@@ -1,4 +1,4 @@
-"""The layers that keep a state in config.json: their kind, and which layers are of it."""
+"""How config.json names the layers that keep a state."""
 
 from typing import Any
 

@@ -96,7 +96,10 @@ NOT_CHANGED = {
 
 @pytest.mark.full
 def test_every_field_that_transformers_reads_is_changed() -> None:
-    """A new version may read a field that is in no configuration class, or of a new type."""
+    """Read the modeling code: fields of the configuration class that it reads as ``config.NAME``.
+
+    Those that masks and RoPEs read in other files are not seen.
+    """
     unchanged = {}
     for family in every_field.FAMILIES:
         changed = {case.name for case in every_field.cases_of(family)}
