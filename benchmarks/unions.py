@@ -69,7 +69,8 @@ class UnionsConfig:
         new_tokens: the number of tokens to generate for each prompt.
         temperature: temperatures; 0 is greedy. The others use coupled sampling.
         rows: the number of texts that are counted at once.
-        seeds: the number of seeds that compare the rules at temperature 1; 0 leaves it out.
+        seeds: the number of seeds that show what the rule of a union costs, at temperature 1; 0
+            leaves it out.
         drafters: the names of the drafters to run; empty: all.
         speed: measure tokens per second instead of counting.
         inflate: hidden size, MLP size and layers of the copy on which speed is measured.
@@ -186,7 +187,7 @@ def rules_of(model: Target) -> dict[str, tuple[Drafter, Rule]]:
     """Return the drafters that show what the rule of a union costs, each with its rule.
 
     Alone, a chain of drawn tokens is verified by block verification. In a union its tokens are
-    chosen and verified by matching.
+    chosen and verified by matching. `count` has the same drafters with coupled sampling.
     """
     chain = DraftModel(model, draft=Chain(4))
     union = Together((chain, Suffix(draft=DynamicTree(3, 8, 13))))
@@ -194,8 +195,6 @@ def rules_of(model: Target) -> dict[str, tuple[Drafter, Rule]]:
         "model alone, independent": (chain, "independent"),
         "model as the only part, independent": (Together((chain,)), "independent"),
         "model + suffix, 4 + 12, independent": (union, "independent"),
-        "model alone, coupled": (chain, "coupled"),
-        "model + suffix, 4 + 12, coupled": (union, "coupled"),
     }
 
 
@@ -305,14 +304,12 @@ def compare_rules(
 
     Seeds that are in ``runs`` are not repeated.
     """
-    for seed in range(config.seeds):
-        for name, (drafter, rule) in rules_of(model).items():
-            run = next((run for run in runs if run["name"] == name), None)
-            if run is None:
-                run = {"name": name, "rule": rule, "totals": []}
-                runs.append(run)
-            if len(run["totals"]) > seed:
-                continue
+    for name, (drafter, rule) in rules_of(model).items():
+        run = next((run for run in runs if run["name"] == name), None)
+        if run is None:
+            run = {"name": name, "rule": rule, "totals": []}
+            runs.append(run)
+        for seed in range(len(run["totals"]), config.seeds):
             started = time.monotonic()
             # Seed 0 is that of `count`.
             records, _ = counted(target, drafter, prompts, config, 1.0, rule, 1 + seed)

@@ -90,28 +90,24 @@ def counts_table(runs: list[dict[str, Any]]) -> str:
         rows = counts_rows(runs, temperature)
         names = [name for name in rows[0]["lengths"] if name != "plain"]
         unions = list(rows[0]["parts"])
+        titles = ["category", "texts", "looping", *names]
+        titles += [f"{name}: offered by, only by" for name in unions]
         lines = [
-            "| " + " | ".join(["category", "texts", "looping", *names]) + " |",
-            "|---|" + "---:|" * (2 + len(names)),
+            "| " + " | ".join(titles) + " |",
+            "|---|" + "---:|" * (2 + len(names)) + "---|" * len(unions),
         ]
         for row in rows:
-            cells = []
+            cells = [row["category"], str(row["texts"]), str(row["looping"])]
             for name in names:
                 against = row["against_best"].get(name)
                 ratio = f" ({against:.2f})" if against is not None else ""
                 cells.append(f"{row['lengths'][name]:.2f}{ratio}")
-            numbers = str(row["texts"]), str(row["looping"])
-            lines.append("| " + " | ".join([row["category"], *numbers, *cells]) + " |")
-        lines += ["", "| category | " + " | ".join(unions) + " |", "|---|" + "---|" * len(unions)]
-        for row in rows:
-            cells = [
-                "; ".join(
-                    f"{part} {share['offered']:.0%}, {share['only']:.0%}"
-                    for part, share in row["parts"][name].items()
+            for name in unions:
+                parts = row["parts"][name].items()
+                cells.append(
+                    "; ".join(f"{part} {it['offered']:.0%}, {it['only']:.0%}" for part, it in parts)
                 )
-                for name in unions
-            ]
-            lines.append("| " + " | ".join([row["category"], *cells]) + " |")
+            lines.append("| " + " | ".join(cells) + " |")
         of_temperature = [run for run in runs if run["temperature"] == temperature]
         plain = [record["text"] for record in of_temperature[0]["texts"]]
         texts = [record["text"] for run in of_temperature for record in run["texts"]]
