@@ -1,5 +1,6 @@
 """Check the benchmark of unions on prose: its prompts, its tables, and a small run."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -164,7 +165,7 @@ def test_unknown_drafters_are_refused() -> None:
         chosen(drafters, ("eagle",))
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_run_counts_and_is_continued(tiny_pair, tmp_path: Path) -> None:
     target, draft = tiny_pair
     questions, output = tmp_path / "questions.jsonl", tmp_path / "results.json"
@@ -200,3 +201,12 @@ def test_a_run_counts_and_is_continued(tiny_pair, tmp_path: Path) -> None:
     assert json.loads(output.read_text())["embedded pair"] == pair
     with pytest.raises(InputError, match="give the same ones"):
         unions.main(UnionsConfig(**{**arguments, "new_tokens": 11}))
+    quick = {"speed": True, "inflate": (64, 128, 3), "timed": 2, "repeats": 2}
+    unions.main(dataclasses.replace(config, **quick))
+    pair = json.loads(output.read_text())["embedded pair"]
+    assert pair["counts"] == [plain, union]
+    alone, both = pair["speed"]["runs"]
+    assert alone["categories"] == ["qa", "rag"]
+    assert alone["steps"] == alone["tokens"] == alone["scored"] == both["tokens"]
+    assert both["steps"] < both["tokens"]
+    assert len(both["rates"]) == 2
