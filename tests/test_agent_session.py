@@ -33,6 +33,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 
 VOCAB = 12
+TOKENIZER = make_tokenizer()
 
 
 def git(directory: Path, *arguments: str) -> str:
@@ -297,19 +298,17 @@ def test_the_script_shows_the_files_with_their_edits() -> None:
 
 
 def test_results_are_short_enough_to_be_copied() -> None:
-    tokenizer = make_tokenizer()
-    assert all(len(tokenizer(turn.result)["input_ids"]) < 480 for turn in make_script())
+    assert all(len(TOKENIZER(turn.result)["input_ids"]) < 480 for turn in make_script())
 
 
 def live_writers(texts: list[str], end: str = "<|im_end|>") -> Any:
     """Return two writers of fixed texts. One takes a step for each token, and one half as many."""
-    tokenizer = make_tokenizer()
 
     def writer(per_step: int, seconds: float) -> Any:
         remaining = iter(texts)
 
         def write(prompt: list[int]) -> Written:
-            tokens = tuple(tokenizer(next(remaining) + end, add_special_tokens=False)["input_ids"])
+            tokens = tuple(TOKENIZER(next(remaining) + end, add_special_tokens=False)["input_ids"])
             return Written(
                 tokens=tokens,
                 steps=-(-len(tokens) // per_step),
@@ -332,7 +331,7 @@ def test_a_live_session_compares_drafters_and_leaves_out_what_loops() -> None:
         for name in ("a", "b")
     ]
     call = '<tool_call>\n{"name": "read_log", "arguments": {"log": "a"}}\n</tool_call>'
-    session = Session(make_tokenizer())
+    session = Session(TOKENIZER)
     writers = live_writers([call, "All good", call, "again " * 60])
     records = [*hold(writers, session, turns)]
     assert [message["role"] for message in session.messages] == [
@@ -358,5 +357,5 @@ def test_a_text_that_differs_from_plain_decoding_is_counted() -> None:
     turns = [ScriptTurn("log", "Call `read_log`", "read_log", {}, "All good")]
     writers = live_writers(["A call", "All good"])
     writers["fast"] = live_writers(["A call", "All bad"])["fast"]
-    records = [*hold(writers, Session(make_tokenizer()), turns)]
+    records = [*hold(writers, Session(TOKENIZER), turns)]
     assert facts_of(records)["texts_that_differ"] == 1

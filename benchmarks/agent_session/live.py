@@ -158,7 +158,9 @@ def write(engine: Engine, prompt: Sequence[int], end: int, tenant: str) -> Writt
     handle = engine.submit(
         prompt, max_new_tokens=MOST_TOKENS, temperature=0.0, eos_token_ids=(end,), tenant=tenant
     )
-    acceptance = handle.result().acceptance
+    handle.result()
+    acceptance = handle.acceptance
+    assert acceptance is not None, "an answer has at least one step"
     pieces, _ = handle.news(0)
     return Written(
         tokens=handle.tokens,
@@ -254,7 +256,7 @@ def hold(
             print(
                 f"turn {index} {turn.kind} {role}: {len(prompt)} + {len(plain)} tokens, right:"
                 f" {record['is_right']}, repeated: {share:.0%}, steps:"
-                f" {[result.steps for result in results.values()]}",
+                f" {[results[name].steps for name in engines]}",
                 flush=True,
             )
             yield record
