@@ -86,7 +86,7 @@ class LiveConfig:
 
 @dataclass(frozen=True)
 class Written:
-    """What an engine has written for a prompt.
+    """The answer of an engine to a prompt.
 
     Attributes:
         tokens: the token ids.
