@@ -156,9 +156,9 @@ class Family:
         window_switch: the field of config.json that enables ``sliding_window``.
         fields: further fields of config.json, for ``parse``, beside those of all families.
         aliases: alternative names of fields, used if the field itself is absent.
-        derived_from: fields of config.json from which ``derived`` makes another one, and that one;
-            a field in an object has a path, such as ``linear_attn_config.head_dim``. Errors name
-            the field of the file.
+        derived_from: fields of config.json from which ``derived`` or ``parse`` makes another one,
+            and that one, which errors then do not name. A field in an object has a path, such as
+            ``linear_attn_config.head_dim``.
         derived: returns fields that replace those of config.json, from its fields and the defaults:
             other ways to write the number and the kinds of layers. Nothing was checked before.
         parse: converts the fields of config.json to fields of `ModelConfig`, beside those of all
