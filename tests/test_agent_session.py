@@ -1,8 +1,10 @@
 """Check the benchmark of an agent's session: its texts, and decoding that is forced to them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 
 from benchmarks.agent_session.answers import Answer, answers_of, earlier_texts, repeated
 from benchmarks.agent_session.forced import RecordedTarget, accepted_of, run_answers
+from benchmarks.agent_session.live import Session, Written, facts_of, hold, rows_of, table_of
 from benchmarks.agent_session.recorded import (
     RecordedConfig,
     choose_commits,
@@ -19,7 +22,9 @@ from benchmarks.agent_session.recorded import (
     read_turn,
     run_test,
 )
-from benchmarks.agent_session.tables import rows_of
+from benchmarks.agent_session.script import FILES, TURNS, VISITS, ScriptTurn, make_script
+from benchmarks.agent_session.tables import rows_of as forced_rows
+from benchmarks.tools_model.encoding import make_tokenizer
 from specjax import Chain, DynamicTree, PromptLookup, Suffix, Together
 from specjax.drafters.suffix_index import SuffixIndex
 from specjax.drafts.draft import Draft
@@ -28,6 +33,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 
 VOCAB = 12
+TOKENIZER = make_tokenizer()
 
 
 def git(directory: Path, *arguments: str) -> str:
@@ -258,7 +264,98 @@ def test_tables_compare_with_the_best_single_drafter() -> None:
         return {"parts": parts, "answers": [answer | counts | {"alone": [3] * len(parts)}]}
 
     drafters = {"a": drafter(6, []), "b": drafter(4, []), "a + b": drafter(3, ["A", "B"])}
-    rows = rows_of({"facts": {}, "drafters": drafters})
+    rows = forced_rows({"facts": {}, "drafters": drafters})
     assert [row["per_step"] for row in rows] == [2, 3, 4]
     assert rows[-1]["against_best"] == pytest.approx(4 / 3)
     assert (rows[-1]["better"], rows[-1]["worse"], rows[-1]["best"]) == (1, 0, "b")
+
+
+def test_the_script_has_40_turns_whose_requests_have_their_calls() -> None:
+    turns = make_script()
+    assert len(turns) == TURNS == 40
+    assert [turn.kind for turn in turns[:7]] == ["read", *["edit"] * 3, "show", "test", "log"]
+    assert turns == make_script()
+    for turn in turns:
+        assert f"`{turn.tool}`" in turn.request
+        assert json.loads(turn.request.partition(" with ")[2]) == turn.arguments
+
+
+def test_the_script_shows_the_files_with_their_edits() -> None:
+    for path in {visit.path for visit in VISITS}:
+        text = (FILES / f"{Path(path).stem}.txt").read_text().rstrip("\n")
+        of_file = [turn for turn in make_script() if turn.arguments.get("path") == path]
+        assert [turn.kind for turn in of_file] == ["read", "edit", "edit", "edit", "show"] * 2
+        for turn in of_file:
+            if turn.kind == "edit":
+                before, after, rest = *text.partition(turn.arguments["old"])[::2], turn.arguments
+                assert rest["old"] in text
+                assert rest["old"] not in after
+                text = before + rest["new"] + after
+                assert rest["new"] in turn.result
+                assert turn.result in text
+            else:
+                assert turn.result == text
+
+
+def test_results_are_short_enough_to_be_copied() -> None:
+    assert all(len(TOKENIZER(turn.result)["input_ids"]) < 480 for turn in make_script())
+
+
+def live_writers(texts: list[str], end: str = "<|im_end|>") -> Any:
+    """Return two writers of fixed texts. One takes a step for each token, and one half as many."""
+
+    def writer(per_step: int, seconds: float) -> Any:
+        remaining = iter(texts)
+
+        def write(prompt: list[int]) -> Written:
+            tokens = tuple(TOKENIZER(next(remaining) + end, add_special_tokens=False)["input_ids"])
+            return Written(
+                tokens=tokens,
+                steps=-(-len(tokens) // per_step),
+                offered=(),
+                only=(),
+                timed_tokens=len(tokens) - per_step,
+                seconds=seconds * (len(tokens) - per_step),
+            )
+
+        return write
+
+    return {"plain": writer(1, 0.5), "fast": writer(2, 0.1)}
+
+
+def test_a_live_session_compares_drafters_and_leaves_out_what_loops() -> None:
+    turns = [
+        ScriptTurn(
+            "log", 'Call `read_log` with {"log": "a"}', "read_log", {"log": name}, "All good"
+        )
+        for name in ("a", "b")
+    ]
+    call = '<tool_call>\n{"name": "read_log", "arguments": {"log": "a"}}\n</tool_call>'
+    session = Session(TOKENIZER)
+    writers = live_writers([call, "All good", call, "again " * 60])
+    records = [*hold(writers, session, turns)]
+    assert [message["role"] for message in session.messages] == [
+        *("user", "assistant", "tool", "assistant") * 2
+    ]
+    assert [record["is_right"] for record in records] == [True, True, False, False]
+    assert [record["prompt"] for record in records] == sorted(
+        record["prompt"] for record in records
+    )
+    facts = facts_of(records)
+    assert (facts["answers"], facts["looping"], facts["texts_that_differ"]) == (4, 1, 0)
+    assert (facts["right_calls"], facts["right_answers"]) == (1, 1)
+    assert 0.3 < facts["repeated_16_grams"] < 1
+    plain, fast = rows_of([records, records])
+    assert plain["per_step"] == 1
+    assert 1.8 < fast["per_step"] <= 2
+    assert plain["speed"] == pytest.approx(2)
+    assert fast["against_plain"] == fast["least"] == fast["most"] == pytest.approx(5)
+    assert "| fast | 1.9" in table_of([plain, fast]) or "| fast | 2.0" in table_of([plain, fast])
+
+
+def test_a_text_that_differs_from_plain_decoding_is_counted() -> None:
+    turns = [ScriptTurn("log", "Call `read_log`", "read_log", {}, "All good")]
+    writers = live_writers(["A call", "All good"])
+    writers["fast"] = live_writers(["A call", "All bad"])["fast"]
+    records = [*hold(writers, Session(TOKENIZER), turns)]
+    assert facts_of(records)["texts_that_differ"] == 1

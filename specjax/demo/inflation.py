@@ -14,6 +14,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.models import params as declarations
+from specjax.models.config import Layer
 from specjax.models.params import Param
 from specjax.models.quantization import matrices_in
 from specjax.models.transformer import Target
@@ -30,10 +31,11 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
 
     Raises:
         InputError: a size is below the target's own, or the target has latent attention, experts or
-            layers that differ.
+            layers that differ in more than their rotary embeddings and windows.
     """
     config = target.config
-    differs = config.mla is not None or config.moe is not None or config.layers
+    differs = config.mla is not None or config.moe is not None
+    differs = differs or any(replace(layer, rope=None) != Layer() for layer in config.layers)
     # Norms whose weights are offsets, norms over an axis that grows, and layers that are not the
     # identity when all their weights are 0.
     differs = (
@@ -46,7 +48,8 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
     if differs:
         raise InputError(
             f"a model of type {config.model_type!r} cannot be inflated: give one with Llama's"
-            " norms, ordinary attention, no experts, and equal layers"
+            " norms, ordinary attention, no experts, and layers that differ at most in their rotary"
+            " embeddings and windows"
         )
     if matrices_in(target.params):
         raise InputError(
@@ -73,6 +76,7 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
         norm_eps=config.norm_eps if share == 1 else config.norm_eps * share,
+        layers=config.layers and config.layers + (Layer(),) * (num_layers - config.num_layers),
     )
 
     def pad(

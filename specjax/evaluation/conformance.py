@@ -466,7 +466,8 @@ def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
 class _PagedRows:
     """Rows with paged caches, and the page allocator on the host.
 
-    On a mesh, each group of rows has the same texts.
+    On a mesh, each group of rows has the same texts, every second group in the opposite pages. So
+    a group that reads the pages of another one finds other texts, or NaN.
 
     Args:
         target: the target.
@@ -562,16 +563,29 @@ class _PagedRows:
             self.target, drafter, self.state, table, *arguments, width=len(free), call_steps=1
         )
         progress, tokens = sharding.to_host((progress, self.state.tokens), self.target.mesh)
+        stats = progress.stats
         for row in [row for row in self.text_of_row if progress.done[row]]:
-            text = tokens[row, : progress.lengths[row]].tolist()
-            self.results[self.text_of_row.pop(row)] = text, metrics.summarise(progress.stats, row)
+            of_groups = [
+                (tokens[copy, : progress.lengths[copy]].tolist(), metrics.summarise(stats, copy))
+                for copy in range(row, len(free), _PAGED_ROWS)
+            ]
+            index = self.text_of_row.pop(row)
+            for group, of_group in enumerate(of_groups):
+                assert of_group == of_groups[0], (
+                    f"text {index}: group {group} of the mesh has other tokens or statistics than"
+                    f" group 0: {of_group} and {of_groups[0]}"
+                )
+            self.results[index] = of_groups[0]
             row_pages, self.table[row] = self.table[row].tolist(), self.pages
             self.free += sorted({page for page in row_pages if page not in self.table})
             self._spoil()
 
     def _spoil(self) -> None:
         """Fill all free pages with NaN; in a quantized cache, the scales of these pages."""
-        is_free = np.tile(np.isin(np.arange(self.pages), self.free), self.groups)
+        is_free = np.isin(np.arange(self.pages), self.free)
+        is_free = np.concatenate(
+            [is_free[::-1] if group % 2 else is_free for group in range(self.groups)]
+        )
 
         def spoiled(pool: jax.Array) -> jax.Array:
             if not jnp.issubdtype(pool.dtype, jnp.floating):
@@ -588,7 +602,10 @@ class _PagedRows:
         )
 
     def _full_table(self) -> np.ndarray:
-        return np.tile(self.table, (self.groups, 1))
+        opposite = np.where(self.table < self.pages, self.pages - 1 - self.table, self.pages)
+        return np.concatenate(
+            [opposite if group % 2 else self.table for group in range(self.groups)]
+        )
 
 
 def _check_same(result: decoding.Result, row: int, elsewhere: decoding.Result, there: int) -> None:

@@ -5,7 +5,7 @@ field, its value and the remedy. `specjax.models.families` has the differences o
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Any
@@ -168,8 +168,11 @@ def parse_config(raw: JsonObject, source: str = "config.json") -> ModelConfig:
         CheckpointError: A field is missing or invalid.
     """
     family = family_of(raw, source)
+    names: dict[str, str] = {}
     try:
-        fields = check_fields(family.complete(raw), {**_FIELDS, **family.fields}, source)
+        completed = family.complete(raw)
+        names = family.names_in_file(raw, completed)
+        fields = check_fields(completed, {**_FIELDS, **family.fields}, source)
         published.check_config(fields["quantization_config"], source)
         fields["layer_types"] = _layer_types(fields, family)
         family_fields = family.parse(fields)
@@ -182,15 +185,26 @@ def parse_config(raw: JsonObject, source: str = "config.json") -> ModelConfig:
         return ModelConfig(**_parse_common(fields, family, source) | family_fields)
     except InputError as error:
         message = str(error).removeprefix(f"{source}: ").removeprefix("config.json: ")
-        raise CheckpointError(f"{source}: {_with_path(message, raw, family)}") from None
+        message = _with_path(_as_in_file(message, names), raw, family, names)
+        raise CheckpointError(f"{source}: {message}") from None
 
 
-def _with_path(message: str, raw: Fields, family: Family) -> str:
+def _as_in_file(message: str, names: Mapping[str, str]) -> str:
+    """Return an error message that names fields as the file does; see `Family.names_in_file`."""
+    if not names:
+        return message
+    # A text in quotes is a value of the file, and a name after a point is in another object.
+    pattern = rf"(?<![\w.'\"])({'|'.join(names)})(?![\w'\"])"
+    return re.sub(pattern, lambda match: names[match[0]], message)
+
+
+def _with_path(message: str, raw: Fields, family: Family, names: Mapping[str, str]) -> str:
     """Return an error message, with the path to its field if the field is in a nested object."""
     if family.nested is None or not isinstance(raw.get(family.nested), dict):
         return message
     name = re.match("[a-z0-9_]*", message)
-    if name is None or name[0] not in {*_FIELDS, *family.fields}:
+    outer_names = {stated.partition(".")[0] for stated in names.values()}
+    if name is None or name[0] not in {*_FIELDS, *family.fields, *outer_names}:
         return f"{family.nested}: {message}"
     return message if name[0] in family.said_of_whole(raw) else f"{family.nested}.{message}"
 

@@ -7,6 +7,7 @@ import specjax
 from specjax.demo import inflate
 from specjax.drafters import DraftModel
 from specjax.errors import InputError
+from specjax.models.config import Layer, Rope
 from specjax.models.params import count
 from specjax.models.transformer import Target
 from tests.conftest import ASSETS, LAYERED, tiny_target
@@ -21,6 +22,12 @@ LARGER = {"hidden_size": 48, "intermediate_size": 80, "num_layers": 5}
         {"tie_embeddings": True},
         {"model_type": "qwen2", "qkv_bias": True},
         {
+            "model_type": "smollm3",
+            "sliding_window": 6,
+            "windowed_layers": (0,),
+            "layers": (Layer(), Layer(rope=Rope(kind="none"))),
+        },
+        {
             "model_type": "qwen3",
             "qk_norm": True,
             "output_bias": True,
@@ -28,7 +35,7 @@ LARGER = {"hidden_size": 48, "intermediate_size": 80, "num_layers": 5}
             "norm_eps": 1e-9,
         },
     ],
-    ids=["llama", "tied", "qwen2", "qwen3"],
+    ids=["llama", "tied", "qwen2", "smollm3", "qwen3"],
 )
 def test_logits_stay_the_same(family) -> None:
     small = tiny_target(**family)
@@ -68,5 +75,5 @@ def test_shrinking_is_refused_by_name() -> None:
         InputError, match="num_layers=1: a model can only be inflated, and the target has 2"
     ):
         inflate(tiny_target(), **LARGER | {"num_layers": 1})
-    with pytest.raises(InputError, match=r"cannot be inflated: give one with .* equal layers"):
+    with pytest.raises(InputError, match=r"cannot be inflated: give one with .* and windows$"):
         inflate(tiny_target(**LAYERED["differing"]), **LARGER)

@@ -5,6 +5,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax import decoding
+from specjax import decoding, sharding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import MTP
 from specjax.drafters.registry import load_drafter
-from specjax.drafts.shapes import Chain
+from specjax.drafts.shapes import Chain, DraftShape, StaticTree
 from specjax.errors import InputError
+from specjax.evaluation import conformance
 from specjax.models.fields import CheckpointError
 from specjax.sampling import Sampling
 from tests.conftest import tiny_target
@@ -229,6 +231,39 @@ def test_published_modules_say_what_the_published_network_says(published, tmp_pa
     )
     drafter.save_pretrained(tmp_path / "alone")
     assert_same(MTP.from_pretrained(tmp_path / "alone", dtype=np.float32), read)
+
+
+def check_on_a_mesh(directory: Path, sizes: tuple[int, int], draft: DraftShape) -> None:
+    """Check the texts and the drafts of a checkpoint with modules, and rows in pages, on a mesh."""
+    mesh = sharding.make_mesh(*sizes)
+    target, on_mesh = (
+        specjax.Target.from_pretrained(directory, dtype=np.float32, mesh=mesh)
+        for mesh in (None, mesh)
+    )
+    drafter, drafter_on_mesh = (
+        MTP.from_pretrained(directory, draft=draft, dtype=np.float32, mesh=mesh)
+        for mesh in (None, mesh)
+    )
+    prompts = np.random.default_rng(1).integers(0, target.config.vocab_size, (2, 12))
+    lengths = np.array([12, 5])
+    options = {"max_new_tokens": 12, "sampling": Sampling(temperature=0.0), "eos_token_ids": ()}
+    plain = specjax.generate(target, None, prompts, lengths, **options)
+    alone = specjax.generate(target, drafter, prompts, lengths, **options)
+    result = specjax.generate(on_mesh, drafter_on_mesh, prompts, lengths, **options)
+    np.testing.assert_array_equal(result.tokens, plain.tokens)
+    np.testing.assert_array_equal(result.stats.accepted_at, alone.stats.accepted_at)
+    conformance.check_rows_that_come_and_go(on_mesh, drafter_on_mesh, new_tokens=9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("published", "sizes"),
+    [("deepseek_v32", (1, 2)), ("glm_moe_dsa", (2, 1))],
+    indirect=["published"],
+)
+def test_modules_with_an_indexer_in_pages_on_a_mesh(published, sizes) -> None:
+    """Each text is longer than ``index_topk``."""
+    check_on_a_mesh(published[0], sizes, StaticTree(((0,), (1,), (0, 0), (0, 0, 0))))
 
 
 @pytest.mark.full_except("mimo")

@@ -25,6 +25,7 @@ from specjax.drafts.shapes import Chain, StaticTree
 from specjax.errors import InputError
 from specjax.evaluation import conformance
 from specjax.models.fields import CheckpointError
+from tests.drafters.test_mtp import check_on_a_mesh
 from tests.drafters.test_mtp_of_hybrids import LENGTHS, TEXT, drafted_by
 from tests.models.families import zoo
 
@@ -213,6 +214,20 @@ def test_texts_do_not_depend_on_the_modules(published) -> None:
         directory, draft=StaticTree(((0,), (1,), (0, 0), (0, 0, 0))), dtype=np.float32
     )
     conformance.check(target, drafter, new_tokens=10, come_and_go=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("published", "sizes"),
+    [
+        pytest.param("mimo_v2", (1, 2), marks=pytest.mark.thorough),
+        ("mimo_v2", (2, 1)),
+    ],
+    indirect=["published"],
+)
+def test_modules_with_a_window_in_pages_on_a_mesh(published, sizes) -> None:
+    """Texts and drafts end beyond the window."""
+    check_on_a_mesh(published[1], sizes, StaticTree(((0,), (1,), (0, 0), (0, 0, 0))))
 
 
 @pytest.mark.full

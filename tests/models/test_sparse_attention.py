@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax import sharding
 from specjax.drafters import DraftModel, EarlyExit
 from specjax.errors import InputError
-from specjax.models import config_json
-from specjax.models.cache import PagedCache
+from specjax.models import config_json, params
+from specjax.models.attention import BLOCK, Filled
+from specjax.models.cache import PagedCache, groups_of
 from specjax.models.config import MLA
 from specjax.models.sparse_attention import highest
 from specjax.models.transformer import Target
@@ -75,6 +77,12 @@ def test_one_layer_is_that_of_transformers(tmp_path, topk) -> None:
 @pytest.fixture(scope="module")
 def target() -> Target:
     return tiny_target(**SPARSE)
+
+
+def on_mesh(target: Target, mesh: Mesh) -> Target:
+    """Return ``target`` with its parameters split over ``mesh``."""
+    places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
+    return target.replace(params=jax.device_put(target.params, places), mesh=mesh)
 
 
 PROMPT = np.random.default_rng(2).integers(0, 11, (2, 13)).astype(np.int32)
@@ -195,6 +203,36 @@ def test_on_a_mesh_it_has_the_same_logits(target, tmp_path) -> None:
     _, cache = read_on(split, jnp.asarray(PROMPT[:, :9]), split.new_cache(2, 24))
     logits, _ = read_on(split, jnp.asarray(PROMPT[:, 9:]), cache)
     np.testing.assert_allclose(logits, forward(target, jnp.asarray(PROMPT))[:, 9:], atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [None, (1, 2), (2, 1)])
+def test_a_tree_below_several_blocks_of_pages_is_as_each_path_alone(target, sizes) -> None:
+    """The last block of slots begins within the one before. Unfilled slots of pages hold NaN."""
+    mesh = None if sizes is None else sharding.make_mesh(*sizes)
+    groups, length, page, columns = groups_of(mesh), 290, 16, 19
+    split = target if mesh is None else on_mesh(target, mesh)
+    random = np.random.default_rng(6)
+    text = random.integers(0, 11, (2, length)).astype(np.int32)
+    drafted = random.integers(0, 11, (2, len(PARENTS)))
+    like = split.new_cache(2, page * columns)
+    cache = PagedCache.like(like, pages=2 * columns // groups, page=page, mesh=mesh)
+    filled = Filled.of(cache.with_table(jnp.zeros((2, columns), jnp.int32)), 0, mesh=mesh)
+    assert 2 * filled.block_width(BLOCK) < filled.slots < 3 * filled.block_width(BLOCK)
+    # Each group counts its pages from 0.
+    table = [random.permutation(2 * columns // groups) for _ in range(groups)]
+    table = np.reshape(table, (2, columns)).astype(np.int32)
+    cache = replace(cache, layers=jax.tree.map(lambda pool: pool * jnp.nan, cache.layers))
+    cache = cache.with_table(jnp.asarray(table))
+    for tokens in (text[:, :280], text[:, 280:]):
+        _, cache = read_on(split, jnp.asarray(tokens), cache)
+    logits, _ = tree_logits(split, cache, drafted)
+    for node, path in enumerate(paths()):
+        alone = np.concatenate([text, drafted[:, path]], axis=1)
+        expected = forward(target, jnp.asarray(np.pad(alone, ((0, 0), (0, 4 - len(path))))))
+        np.testing.assert_allclose(
+            logits[:, node], expected[:, length + len(path) - 1], atol=1e-4, err_msg=str(path)
+        )
 
 
 # --- whole texts ---------------------------------------------------------------------------------

@@ -363,7 +363,9 @@ def read_config(stored: CheckpointFiles) -> MTPConfig:
     else:
         first_layer = layer.num_layers if layout == "deepseek" else 0
         # GLM-5.2's index_share_for_mtp_iteration is ignored: it has all levels of a draft attend to
-        # the keys that the first level selects, and here each level selects its own.
+        # the keys that the newest token of the text has selected, when the text was read (SGLang's
+        # pull request 29787, vLLM's 44420 and 47238, TensorRT-LLM's 15806). Here each level selects
+        # its own, so that no selection is stored with a row. Drafts alone depend on it.
         indexer = None if layer.indexer is None else replace(layer.indexer, shared_layers=())
         one_layer = replace(layer, num_layers=1, indexer=indexer)
         config = MTPConfig(one_layer, count, layout, first_layer)

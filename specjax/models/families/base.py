@@ -156,6 +156,9 @@ class Family:
         window_switch: the field of config.json that enables ``sliding_window``.
         fields: further fields of config.json, for ``parse``, beside those of all families.
         aliases: alternative names of fields, used if the field itself is absent.
+        derived_from: fields of config.json from which ``derived`` or ``parse`` makes another one,
+            and that one, which errors then do not name. A field in an object has a path, such as
+            ``linear_attn_config.head_dim``.
         derived: returns fields that replace those of config.json, from its fields and the defaults:
             other ways to write the number and the kinds of layers. Nothing was checked before.
         parse: converts the fields of config.json to fields of `ModelConfig`, beside those of all
@@ -201,6 +204,7 @@ class Family:
     ropes_by_kind: bool = False
     fields: Mapping[str, Field] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    derived_from: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[Fields], dict[str, Any]] = _nothing
     parse: Callable[[Fields], dict[str, Any]] = _nothing
     format: Callable[[ModelConfig], JsonObject] = _nothing
@@ -238,13 +242,7 @@ class Family:
 
     def complete(self, raw: Fields) -> dict[str, Any]:
         """Return the fields of a config.json, with the family's defaults."""
-        if self.nested is not None:
-            inner = raw.get(self.nested) if self.nested in raw else self.short_file(raw)
-            if not isinstance(inner, dict):
-                raise CheckpointError(
-                    f"{self.nested}={show(inner)}: must be an object with the text model's fields"
-                )
-            raw = inner | {name: raw[name] for name in self.said_of_whole(raw)}
+        raw = self._of_text_model(raw)
         named = {name: raw[alias] for alias, name in self.aliases.items() if alias in raw}
         fields = {**named, **raw}
         defaults = dict(self.defaults)
@@ -256,6 +254,36 @@ class Family:
             if value is not None or name not in _NULL_IS_LEFT_OUT
         }
         return completed | self.derived(completed)
+
+    def names_in_file(self, raw: Fields, completed: Fields) -> dict[str, str]:
+        """Return the names in a config.json of fields that are read under other names.
+
+        Args:
+            raw: the fields of the file.
+            completed: the fields that `complete` makes from them.
+        """
+        raw = self._of_text_model(raw)
+        names: dict[str, str] = {}
+        for stated, name in [*self.aliases.items(), *self.derived_from.items()]:
+            outer, _, inner = stated.partition(".")
+            value = raw.get(outer)
+            if inner:
+                value = value.get(inner) if isinstance(value, dict) else None
+            # With both names in the file, the value says which of them was read.
+            if value is not None and (name not in raw or completed.get(name) != raw[name]):
+                names.setdefault(name, stated)
+        return names
+
+    def _of_text_model(self, raw: Fields) -> Fields:
+        """Return the fields of the text model, which a multimodal model nests."""
+        if self.nested is None:
+            return raw
+        inner = raw.get(self.nested) if self.nested in raw else self.short_file(raw)
+        if not isinstance(inner, dict):
+            raise CheckpointError(
+                f"{self.nested}={show(inner)}: must be an object with the text model's fields"
+            )
+        return inner | {name: raw[name] for name in self.said_of_whole(raw)}
 
     def prefix_in(self, stored: Collection[str]) -> str:
         """Return which of its ``prefixes`` a checkpoint's tensors have.

@@ -30,6 +30,7 @@ DEEPSEEK_V32 = Family(
     kinds=indexed.KINDS,
     fields=indexed.FIELDS,
     aliases={"num_local_experts": "n_routed_experts"},
+    derived_from={"num_experts": "n_routed_experts"},
     derived=indexed.count_experts,
     parse=_parse,
     format=indexed.format_fields,

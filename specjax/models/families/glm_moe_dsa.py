@@ -101,6 +101,7 @@ GLM_MOE_DSA = Family(
     kinds=indexed.KINDS,
     fields=_FIELDS,
     aliases={"num_local_experts": "n_routed_experts"},
+    derived_from={"num_experts": "n_routed_experts"},
     derived=indexed.count_experts,
     parse=_parse,
     format=_format,

@@ -111,6 +111,7 @@ GRANITEMOEHYBRID = Family(
     kinds=(FULL, LINEAR),
     ropes_by_kind=True,
     fields=_FIELDS,
+    derived_from={"layers_block_type": "layer_types"},
     derived=_derived,
     parse=_parse,
     format=_format,

@@ -175,6 +175,7 @@ KIMI_LINEAR = Family(
     ropes_by_kind=True,
     fields=_FIELDS,
     aliases=_OWN_NAMES | {"num_local_experts": "n_routed_experts"},
+    derived_from={f"linear_attn_config.{name}": ours for name, ours in _IN_OBJECT.items()},
     derived=_derived,
     parse=_parse,
     format=_format,

@@ -38,14 +38,15 @@ def _intermediate_size(fields: Fields) -> int:
     Raises:
         CheckpointError: Nothing is left of it.
     """
-    size = fields["block_ff_dim"] or fields["intermediate_size"]
+    name = "block_ff_dim" if fields["block_ff_dim"] else "intermediate_size"
+    size = fields[name]
     if not fields["block_auto_adjust_ff_dim"]:
         return size
     adjusted = int(fields["block_ffn_dim_multiplier"] * int(2 * size / 3))
     multiple = fields["block_multiple_of"]
     if adjusted < 1:
         raise CheckpointError(
-            f"intermediate_size={size}: nothing is left of it with"
+            f"{name}={size}: nothing is left of it with"
             f" block_ffn_dim_multiplier={fields['block_ffn_dim_multiplier']}: write the size of the"
             " MLP's matrices, and block_auto_adjust_ff_dim=false"
         )
@@ -69,6 +70,7 @@ LFM2 = Family(
     kinds=(FULL, CONVOLUTION),
     theta=1_000_000.0,
     fields=_FIELDS,
+    derived_from={"full_attn_idxs": "layer_types"},
     parse=_parse,
     format=_format,
     names=convolutions.NAMES,

@@ -168,6 +168,7 @@ NEMOTRON_H = Family(
     kinds=(LINEAR, FULL, _MLP, _MOE),
     ropes_by_kind=True,
     fields=_FIELDS,
+    derived_from=dict.fromkeys(("layers_block_type", "hybrid_override_pattern"), "layer_types"),
     derived=_derived,
     parse=_parse,
     format=_format,

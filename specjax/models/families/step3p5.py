@@ -286,6 +286,7 @@ STEP3P5 = Family(
         "share_expert_dims": "share_expert_dim",
         "num_mtp_layers": "num_nextn_predict_layers",
     },
+    derived_from={"attention_other_setting.num_attention_heads": "num_sliding_attention_heads"},
     derived=_derived,
     parse=_parse,
     format=_format,

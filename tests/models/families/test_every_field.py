@@ -1,10 +1,12 @@
 """Every field of config.json, changed one at a time, is read as transformers reads it."""
 
+import re
 from collections import Counter
 
 import pytest
 
 from specjax.models.config_json import parse_config
+from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
 from tests.models.families import every_field
 from tests.models.families.every_field import ABSENT, ROPES, Case, outcome
@@ -63,8 +65,6 @@ def check(cases: list[Case]) -> None:
 
 @pytest.mark.full
 def test_the_table_has_every_family_and_the_fields_that_are_known_to_matter() -> None:
-    from specjax.models.families import FAMILIES
-
     names = {FAMILIES[family.split(maxsplit=1)[0]].model_type for family in every_field.FAMILIES}
     assert names == {family.model_type for family in FAMILIES.values()}
     for family in every_field.FAMILIES.keys() - every_field.WITH_ANOTHER_SWITCH:
@@ -141,6 +141,47 @@ def test_layers_that_differ_are_refused_where_they_are_not_read() -> None:
         parse_config(case.file())
     for nothing in ({}, None):
         assert parse_config(Case("llama", "", "per_layer_config", nothing).file()).layers == ()
+
+
+@pytest.mark.full
+def test_an_error_names_the_field_as_the_file_does() -> None:
+    """Check each name of a field that is read under another name, in every family."""
+    messages = {}
+    for example in every_field.FAMILIES:
+        family = FAMILIES[example.split(maxsplit=1)[0]]
+        names = {**family.aliases, **family.derived_from}
+        for stated, name in names.items():
+            raw = Case(example, "", "rms_norm_eps", 1e-5).file()
+            inner = raw if family.nested is None else raw[family.nested]
+            for same in (name, *(key for key, value in names.items() if value == name)):
+                inner.pop(same, None)
+            outer, _, key = stated.partition(".")
+            inner[outer] = {**(inner.get(outer) or {}), key: "odd"} if key else "odd"
+            with pytest.raises(CheckpointError) as error:
+                parse_config(raw)
+            path = stated if family.nested is None else f"{family.nested}.{stated}"
+            messages[example, stated] = str(error.value)
+            assert re.match(
+                rf"config\.json: {re.escape(path)}( has 'd'|='odd'): ", str(error.value)
+            )
+            assert not re.search(rf"\b{name}\b", str(error.value).replace(stated, ""))
+    assert len(messages) > 40
+    assert "hidden_activation" in messages["muse_glimmer", "hidden_activation"]
+
+
+def test_an_error_names_the_name_that_won() -> None:
+    both = Case("step3p7", "", "rms_norm_eps", 1e-5).file()
+    both["text_config"] |= {"moe_top_k": "7", "num_experts_per_tok": 2}
+    with pytest.raises(CheckpointError, match=r"^config\.json: text_config\.moe_top_k='7': "):
+        parse_config(both)
+    both = Case("qwen3_moe", "", "rms_norm_eps", 1e-5).file()
+    both |= {"num_local_experts": 6, "num_experts": "6"}
+    with pytest.raises(CheckpointError, match=r"^config\.json: num_experts='6': "):
+        parse_config(both)
+    several = Case("muse_glimmer", "", "rms_norm_eps", 1e-5).file()
+    several["text_config"] |= {"hidden_activation": "gelu", "vocab_size": "hidden_act"}
+    with pytest.raises(CheckpointError, match=r"text_config\.vocab_size='hidden_act': "):
+        parse_config(several)
 
 
 @pytest.mark.full

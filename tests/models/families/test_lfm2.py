@@ -68,11 +68,11 @@ def test_kinds_of_layers_and_the_size_of_an_mlp_are_read_in_all_their_forms() ->
 
 
 REFUSALS = [
-    (SMALL, {"full_attn_idxs": []}, "layer_types: none is 'full_attention': at least one must be"),
+    (SMALL, {"full_attn_idxs": []}, "full_attn_idxs: none is 'full_attention': at least one must"),
     (SMALL, {"full_attn_idxs": "all"}, "full_attn_idxs='all': must be a list of layers"),
     (SMALL, {"conv_L_cache": 1}, "conv_L_cache=1: must be a whole number from 2"),
     (SMALL, {"hidden_act": "gelu"}, "hidden_act='gelu': must be one of silu"),
-    (SMALL, {"block_ffn_dim_multiplier": 1e-5}, "intermediate_size=12288: nothing is left of it"),
+    (SMALL, {"block_ffn_dim_multiplier": 1e-5}, "block_ff_dim=12288: nothing is left of it"),
     (EXPERTS, {"layer_types": None}, "layer_types is missing: name 'full_attention' or 'conv'"),
     (EXPERTS, {"layer_types": ["mamba"] * 24}, "layer_types has 'mamba': only 'full_attention'"),
 ]

@@ -120,8 +120,11 @@ def test_a_published_model_has_as_many_parameters_as_in_transformers(name) -> No
 
 
 REFUSALS = [
-    ({"hybrid_override_pattern": "MEX*"}, "layer_types has 'X': only 'linear_attention'"),
-    ({"hybrid_override_pattern": "MEME"}, "layer_types: none is 'full_attention'"),
+    (
+        {"hybrid_override_pattern": "MEX*"},
+        "hybrid_override_pattern has 'X': only 'linear_attention'",
+    ),
+    ({"hybrid_override_pattern": "MEME"}, "hybrid_override_pattern: none is 'full_attention'"),
     ({"time_step_limit": [0.01, 1e38]}, r"time_step_limit=\[0.01, 1e\+38\]: must be \[0.0"),
     ({"n_groups": 7}, "value_heads=64 is not a multiple of key_heads=7"),
     ({"moe_shared_expert_intermediate_size": 1857}, "must be a multiple of moe_intermediate_size"),
