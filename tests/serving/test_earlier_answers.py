@@ -258,9 +258,14 @@ def test_a_running_text_keeps_its_segment_while_other_tenants_come(target, monke
     def flags(served: Engine, beside: int) -> list[bool]:
         """Return which tokens of a text of tenant a were drafted and accepted."""
         handle = served.submit(PROMPT, tenant="a", temperature=1.0, **options)
-        for number in range(beside):
-            short: dict[str, Any] = options | {"max_new_tokens": 3, "seed": number}
-            served.submit(PROMPT, tenant="bc"[number % 2], **short).result(60)
+        # All are submitted at once, so that the engine does not wait for this thread between them.
+        short: dict[str, Any] = options | {"max_new_tokens": 2}
+        short_texts = [
+            served.submit(PROMPT, tenant="bc"[number % 2], **short | {"seed": number})
+            for number in range(beside)
+        ]
+        for short_text in short_texts:
+            short_text.result(60)
         assert handle.finish_reason is None or not beside
         pieces = list(handle)
         return [was_drafted for piece in pieces for was_drafted in piece.accepted]
