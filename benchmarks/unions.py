@@ -1,4 +1,4 @@
-"""Unions of drafters on prose: what each part adds, and what a part costs that adds nothing.
+"""Unions of drafters after questions in English: what each part adds, and what it costs.
 
     python -m benchmarks.unions --questions FILE.jsonl --stories FILE.jsonl --output results.json
     python -m benchmarks.unions --questions FILE.jsonl --speed       # needs a quiet machine
@@ -53,7 +53,7 @@ NODES = 16
 
 @dataclass(frozen=True)
 class UnionsConfig:
-    """Measure unions on prose.
+    """Measure unions after questions in English.
 
     Attributes:
         questions: a file of questions as `specjax evaluate` reads it, such as Spec-Bench's; empty:
@@ -133,6 +133,20 @@ class Prompts:
         """Return the tokens and lengths of some prompts."""
         return self.tokens[list(indices)], self.lengths[list(indices)]
 
+    def checksum(self) -> int:
+        """Return a number that other prompts would not have."""
+        return checksum(np.concatenate([self.lengths, self.tokens.ravel()]))
+
+
+def checksum(tokens: Sequence[int] | np.ndarray | jax.Array) -> int:
+    """Return the checksum of tokens, by which records compare texts."""
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
+
+
+def parts_of(drafter: Drafter | None) -> list[str]:
+    """Return the names of the parts of a union; none for a single drafter."""
+    return list(drafter.part_names) if drafter is not None else []
+
 
 def read_prompts(config: UnionsConfig) -> Prompts:
     """Read the prompts of all categories."""
@@ -172,6 +186,8 @@ def drafters_of(model: Target) -> dict[str, Drafter | None]:
     return {
         "plain": None,
         "model": chain,
+        # It calls the draft model as often as the chain does.
+        "model, 16": DraftModel(model, draft=tree(4, 4, NODES)),
         "suffix": Suffix(draft=tree(3, 8, NODES)),
         "recycling": TokenRecycling(draft=tree(8, 6, NODES)),
         "model + suffix, 4 + 12": Together((chain, Suffix(draft=tree(3, 8, 12)))),
@@ -275,12 +291,12 @@ def count(
             records, texts = counted(target, drafter, prompts, config, temperature, "coupled")
             for record, new in zip(records, texts, strict=True):
                 record["repeated"] = round(float(repeated(new).mean()), 3) if new else 0.0
-                record["text"] = zlib.crc32(np.array(new, np.int32).tobytes())
+                record["text"] = checksum(new)
             runs.append(
                 {
                     "drafter": name,
                     "temperature": temperature,
-                    "parts": list(drafter.part_names) if drafter is not None else [],
+                    "parts": parts_of(drafter),
                     "texts": records,
                 }
             )
@@ -322,8 +338,10 @@ def compare_rules(
             save()
 
 
-def prompts_to_time(target: Target, prompts: Prompts, config: UnionsConfig, heat: float) -> Prompts:
-    """Return the prompts on which speed is measured: the first whose text does not loop.
+def prompts_to_time(
+    target: Target, prompts: Prompts, config: UnionsConfig, heat: float
+) -> list[int]:
+    """Return the indices of the prompts on which speed is measured: the first that do not loop.
 
     They are of different categories, evenly spread, as far as there are enough.
     """
@@ -332,14 +350,13 @@ def prompts_to_time(target: Target, prompts: Prompts, config: UnionsConfig, heat
         candidates.setdefault(category, []).append(index)
     _, texts = counted(target, None, prompts, config, heat, "coupled")
     usable = {
-        category: [index for index in indices if loops(texts[index]) is False]
+        category: [index for index in indices if not loops(texts[index])]
         for category, indices in candidates.items()
     }
     indices = spread([indices for indices in usable.values() if indices], config.timed)
     if not indices:
         raise InputError(f"temperature={heat:g}: the text of every prompt loops; give another one")
-    tokens, lengths = prompts.batch(indices)
-    return Prompts(tokens, lengths, tuple(prompts.categories[index] for index in indices))
+    return indices
 
 
 def loops(new: Sequence[int]) -> bool:
@@ -370,7 +387,8 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Return a record for each temperature and drafter, with the tokens/s of every repeat.
 
-    The drafters take turns, in another order in every repeat.
+    The drafters take turns, in another order in every repeat. Each text has the key that it has in
+    `counted`, so it is the text of which `prompts_to_time` has seen that it does not loop.
     """
     hidden, mlp, layers = config.inflate
     inflated = inflate(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
@@ -380,12 +398,13 @@ def measure_speed(
         drafters = chosen(drafters_of(model), config.drafters)
 
         def run(
-            drafter: Drafter | None, timed: Prompts = timed, temperature: float = temperature
+            drafter: Drafter | None, timed: list[int] = timed, temperature: float = temperature
         ) -> dict[str, Any]:
             totals = {"tokens": 0, "steps": 0, "scored": 0}
+            texts = []
             started = time.perf_counter()
-            for index in range(len(timed.categories)):
-                tokens, lengths = timed.batch([index])
+            for index in timed:
+                tokens, lengths = prompts.batch([index])
                 result = specjax.generate(
                     inflated,
                     drafter,
@@ -393,13 +412,15 @@ def measure_speed(
                     lengths,
                     max_new_tokens=config.new_tokens,
                     sampling=specjax.Sampling(temperature=temperature),
-                    key=jax.random.key(index),
+                    key=jax.random.fold_in(jax.random.key(0), index)[None],
                     rule="coupled",
                 )
-                totals["tokens"] += int(result.lengths[0] - lengths[0])
+                texts.append(result.tokens[0, lengths[0] : result.lengths[0]])
+                totals["tokens"] += len(texts[-1])
                 totals["steps"] += int(result.stats.steps[0])
                 totals["scored"] += int(result.stats.scored[0])
-            return {**totals, "seconds": time.perf_counter() - started}
+            seconds = time.perf_counter() - started
+            return {**totals, "seconds": seconds, "texts": [checksum(new) for new in texts]}
 
         first = {name: run(drafter) for name, drafter in drafters.items()}  # compiles
         rates: dict[str, list[float]] = {name: [] for name in drafters}
@@ -413,19 +434,37 @@ def measure_speed(
             {
                 "drafter": name,
                 "temperature": temperature,
-                "categories": list(timed.categories),
+                "parts": parts_of(drafters[name]),
+                "categories": [prompts.categories[index] for index in timed],
                 "tokens": result["tokens"],
                 "steps": result["steps"],
                 "scored": result["scored"],
+                "texts": result["texts"],
                 "rates": [round(rate, 2) for rate in rates[name]],
             }
             for name, result in first.items()
         ]
-    return {"parameters": params.count(inflated.params), "runs": runs}
+    settings = {name: getattr(config, name) for name in TIMED}
+    return {**settings, "parameters": params.count(inflated.params), "runs": runs}
 
 
-COUNTED = ("count", "context", "beginning", "new_tokens")
+COUNTED = ("target", "draft", "count", "context", "beginning", "new_tokens")
 """The settings that all counts of a pair share."""
+
+TIMED = ("target", "draft", "context", "new_tokens", "inflate")
+"""The settings that are recorded with the speed."""
+
+
+def check_models(pair: dict[str, Any], config: UnionsConfig) -> None:
+    """Refuse to add to the results of other models."""
+    for part in ("settings", "speed"):
+        for name in ("target", "draft") if part in pair else ():
+            recorded = pair[part].get(name)
+            if recorded != getattr(config, name):
+                raise InputError(
+                    f"{name}={getattr(config, name)!r}: output={config.output!r} has results of"
+                    f" {config.name!r} with {recorded!r}; give another name, or another file"
+                )
 
 
 def main(config: UnionsConfig) -> None:
@@ -444,6 +483,7 @@ def main(config: UnionsConfig) -> None:
             output.parent.mkdir(parents=True, exist_ok=True)
             write_text(output, json.dumps(results, separators=(",", ":")) + "\n")
 
+    check_models(pair, config)
     if config.speed:
         load = os.getloadavg()[0]
         print(f"load {load:.1f}", flush=True)
@@ -457,6 +497,7 @@ def main(config: UnionsConfig) -> None:
         return
     settings = {name: getattr(config, name) for name in COUNTED}
     settings["prompts"] = {name: prompts.categories.count(name) for name in prompts.categories}
+    settings["checksum"] = prompts.checksum()
     if pair.setdefault("settings", settings) != settings:
         raise InputError(
             f"output={config.output!r}: its counts of {config.name!r} have the settings"

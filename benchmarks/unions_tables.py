@@ -55,7 +55,8 @@ def steady(texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def counts_rows(runs: list[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
     """Return what the table of a temperature states: a row for each category, and one for all.
 
-    Only texts that do not loop count. Unions are compared with the best single drafter of the row.
+    Only texts that do not loop count. Unions are compared with the best single drafter of the row
+    that was run; a drafter with parts is a union.
     """
     of_temperature = [run for run in runs if run["temperature"] == temperature]
     categories = dict.fromkeys(record["category"] for record in of_temperature[0]["texts"])
@@ -83,6 +84,15 @@ def counts_rows(runs: list[dict[str, Any]], temperature: float) -> list[dict[str
     return rows
 
 
+def same_as_plain(texts: dict[str, list[int]]) -> str:
+    """Say how many texts of drafters are those of plain decoding, from checksums by drafter."""
+    plain = texts["plain"]
+    of_drafters = [checksums for name, checksums in texts.items() if name != "plain"]
+    same = sum(sum(map(eq, checksums, plain)) for checksums in of_drafters)
+    total = len(plain) * len(of_drafters)
+    return f"{same} of {total} texts of drafters are those of plain decoding"
+
+
 def counts_table(runs: list[dict[str, Any]]) -> str:
     """Return the tables of all temperatures: tokens a step, and what each part contributed."""
     blocks = []
@@ -108,14 +118,12 @@ def counts_table(runs: list[dict[str, Any]]) -> str:
                     "; ".join(f"{part} {it['offered']:.0%}, {it['only']:.0%}" for part, it in parts)
                 )
             lines.append("| " + " | ".join(cells) + " |")
-        of_temperature = [run for run in runs if run["temperature"] == temperature]
-        plain = [record["text"] for record in of_temperature[0]["texts"]]
-        texts = [record["text"] for run in of_temperature for record in run["texts"]]
-        same = sum(map(eq, texts, plain * len(of_temperature)))
-        blocks.append(
-            f"T = {temperature:g}; {same} of {len(texts)} texts are those of plain decoding\n\n"
-            + "\n".join(lines)
-        )
+        texts = {
+            run["drafter"]: [record["text"] for record in run["texts"]]
+            for run in runs
+            if run["temperature"] == temperature
+        }
+        blocks.append(f"T = {temperature:g}; {same_as_plain(texts)}\n\n" + "\n".join(lines))
     return "\n\n".join(blocks)
 
 
@@ -136,7 +144,7 @@ def speed_rows(runs: list[dict[str, Any]], temperature: float) -> list[dict[str,
     speed may change between repeats. The best is the one with the largest median.
     """
     of_temperature = [run for run in runs if run["temperature"] == temperature]
-    single = [run for run in of_temperature if " + " not in run["drafter"]]
+    single = [run for run in of_temperature if not run["parts"]]
     best = max(single, key=lambda run: median(run["rates"]))
     return [
         {
@@ -161,7 +169,7 @@ def speed_table(speed: dict[str, Any]) -> str:
     for temperature in dict.fromkeys(run["temperature"] for run in runs):
         lines = [
             f"| T = {temperature:g} | tokens/s | against the best single one | tokens a step |"
-            " nodes a step |",
+            " nodes a step, with the root |",
             "|---|---:|---:|---:|---:|",
         ]
         lines += [
@@ -169,7 +177,8 @@ def speed_table(speed: dict[str, Any]) -> str:
             f" {row['against_best']:.2f} | {row['per_step']:.2f} | {row['nodes']:.1f} |"
             for row in speed_rows(runs, temperature)
         ]
-        blocks.append("\n".join(lines))
+        texts = {run["drafter"]: run["texts"] for run in runs if run["temperature"] == temperature}
+        blocks.append(f"{same_as_plain(texts)}\n\n" + "\n".join(lines))
     return "\n\n".join(blocks)
 
 

@@ -1,4 +1,4 @@
-"""Check the benchmark of unions on prose: its prompts, its tables, and a small run."""
+"""Check the benchmark of unions: its prompts, its tables, and a small run."""
 
 import dataclasses
 import json
@@ -85,7 +85,7 @@ def test_shares_are_of_the_accepted_tokens() -> None:
 
 def test_the_table_of_counts_says_how_many_texts_are_those_of_plain_decoding() -> None:
     table = counts_table(counts())
-    assert "8 of 9 texts are those of plain decoding" in table
+    assert "T = 1; 5 of 6 texts of drafters are those of plain decoding" in table
     assert "| qa | 2 | 1 | 2.00 | 2.50 (1.25) | A 75%, 50%; B 50%, 25% |" in table
 
 
@@ -99,14 +99,14 @@ def test_a_category_whose_texts_all_loop_has_no_length() -> None:
 
 
 def test_speed_is_compared_within_each_repeat() -> None:
-    def run(drafter, rates):
+    def run(drafter, rates, parts=(), texts=(1, 2)):
         base = {"drafter": drafter, "temperature": 0.0, "tokens": 100, "steps": 40, "scored": 200}
-        return {**base, "rates": rates}
+        return {**base, "parts": list(parts), "texts": list(texts), "rates": rates}
 
     runs = [
         run("plain", [10.0, 5.0, 10.0]),
         run("model", [20.0, 10.0, 30.0]),
-        run("model + suffix", [10.0, 12.0, 36.0]),
+        run("model + suffix", [10.0, 12.0, 36.0], ("A", "B"), (1, 3)),
     ]
     plain, _, union = speed_rows(runs, 0.0)
     assert plain["against_best"] == 0.5
@@ -114,12 +114,17 @@ def test_speed_is_compared_within_each_repeat() -> None:
     assert (union["rate"], union["least"], union["most"]) == (12.0, 10.0, 36.0)
     assert (union["per_step"], union["nodes"]) == (2.5, 5.0)
     table = speed_table({"parameters": 6e7, "load": 1.0, "runs": runs})
+    assert "3 of 4 texts of drafters are those of plain decoding" in table
+    assert "nodes a step, with the root" in table
     assert "| model + suffix | 12 (10 to 36) | 1.20 | 2.50 | 5.0 |" in table
 
 
 def test_a_union_is_not_the_best_single_drafter() -> None:
     base = {"temperature": 0.0, "tokens": 1, "steps": 1, "scored": 1}
-    runs = [{**base, "drafter": "a", "rates": [1.0]}, {**base, "drafter": "a + b", "rates": [2.0]}]
+    runs = [
+        {**base, "drafter": "a + b", "parts": [], "rates": [1.0]},
+        {**base, "drafter": "union", "parts": ["A", "B"], "rates": [2.0]},
+    ]
     assert [row["against_best"] for row in speed_rows(runs, 0.0)] == [1.0, 2.0]
 
 
@@ -201,6 +206,12 @@ def test_a_run_counts_and_is_continued(tiny_pair, tmp_path: Path) -> None:
     assert json.loads(output.read_text())["embedded pair"] == pair
     with pytest.raises(InputError, match="give the same ones"):
         unions.main(UnionsConfig(**{**arguments, "new_tokens": 11}))
+    questions.write_text(questions.read_text().replace("Who", "How"))
+    with pytest.raises(InputError, match="give the same ones"):
+        unions.main(config)
+    questions.write_text(questions.read_text().replace("How", "Who"))
+    with pytest.raises(InputError, match=r"draft=.*give another name"):
+        unions.main(dataclasses.replace(config, draft=target))
     quick = {"speed": True, "inflate": (64, 128, 3), "timed": 2, "repeats": 2}
     unions.main(dataclasses.replace(config, **quick))
     pair = json.loads(output.read_text())["embedded pair"]
@@ -210,3 +221,10 @@ def test_a_run_counts_and_is_continued(tiny_pair, tmp_path: Path) -> None:
     assert alone["steps"] == alone["tokens"] == alone["scored"] == both["tokens"]
     assert both["steps"] < both["tokens"]
     assert len(both["rates"]) == 2
+    assert (alone["parts"], len(both["parts"])) == ([], 2)
+    # The timed texts are those that were checked for loops.
+    first_of_categories = [plain["texts"][index]["text"] for index in (0, 2)]
+    assert alone["texts"] == both["texts"] == first_of_categories
+    assert (pair["speed"]["new_tokens"], pair["speed"]["inflate"]) == (12, [64, 128, 3])
+    with pytest.raises(InputError, match=r"target=.*give another name"):
+        unions.main(dataclasses.replace(config, **quick, target=draft))
