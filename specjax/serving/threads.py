@@ -5,12 +5,9 @@ import sys
 import threading
 from contextlib import suppress
 
+# A thread with 19, the largest niceness, rarely runs beside other programs, and the engine waits
+# while it holds Python's lock: benchmarks/sorting_beside_calls.py had a call of 0.65 s.
 _NICENESS = 10
-"""The niceness of these threads.
-
-A thread with 19, the largest, rarely runs beside other programs, and the engine waits while it
-holds Python's lock: with such programs `benchmarks.sorting_beside_calls` had a call of 0.65 s.
-"""
 
 
 def lower_priority() -> None:

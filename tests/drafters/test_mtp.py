@@ -262,7 +262,7 @@ def check_on_a_mesh(directory: Path, sizes: tuple[int, int], draft: DraftShape) 
     indirect=["published"],
 )
 def test_modules_with_an_indexer_in_pages_on_a_mesh(published, sizes) -> None:
-    """Each text is longer than ``index_topk``."""
+    """Check texts that are longer than ``index_topk``."""
     check_on_a_mesh(published[0], sizes, StaticTree(((0,), (1,), (0, 0), (0, 0, 0))))
 
 
