@@ -1,4 +1,4 @@
-"""How config.json names the layers that keep a state."""
+"""Names and numbers of the layers that keep a state, as config.json has them."""
 
 from typing import Any
 
