@@ -3,8 +3,9 @@
     python -m benchmarks.sorting_beside_calls
 
 An engine decodes with a text in every row. Periods in which a thread of low priority inserts
-answers into the sorted ones of another tenant without a pause alternate with periods in which it
-has nothing to do. The time of a call is the time from its beginning to that of the next.
+answers into the sorted ones of another tenant alternate with periods in which it has nothing to do.
+By default an answer of 1,000 tokens comes each second, which is about what eight rows write. The
+time of a call is the time from its beginning to that of the next.
 """
 
 import os
@@ -37,6 +38,7 @@ class SortingConfig:
         target: directory or hub id, or "embedded".
         tokens: number of sorted tokens, into which answers are inserted.
         answer_tokens: tokens of each answer.
+        every: seconds from one answer to the next; 0 for no pause between insertions.
         rows: number of rows, all in use.
         new_tokens: tokens of each text.
         steps: steps of a call.
@@ -47,6 +49,7 @@ class SortingConfig:
     target: str = "embedded"
     tokens: int = 1_000_000
     answer_tokens: int = 1_000
+    every: float = 1.0
     rows: int = 8
     new_tokens: int = 800
     steps: int = 1
@@ -76,7 +79,7 @@ class TimedDevice:
 
 
 class Inserting:
-    """A thread that adds an answer of a tenant as soon as the answers before are inserted.
+    """A thread that adds answers of a tenant, each of them when those before are inserted.
 
     The tenant's answers have as many tokens as are kept, so that each new one takes the place of
     the oldest.
@@ -85,9 +88,9 @@ class Inserting:
         count: the number of insertions.
     """
 
-    def __init__(self, answers: EarlierAnswers, texts: Sequence[list[int]]) -> None:
-        """Add all ``texts``, and sort them."""
-        self._answers, self._texts = answers, texts
+    def __init__(self, answers: EarlierAnswers, texts: Sequence[list[int]], every: float) -> None:
+        """Add all ``texts``, and sort them. Then one is added in so many seconds."""
+        self._answers, self._texts, self._every = answers, texts, every
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.count = 0
@@ -96,7 +99,7 @@ class Inserting:
         answers.wait()
 
     def _run(self) -> None:
-        while not self._is_over.is_set():
+        while not self._is_over.wait(self._every):
             self._answers.add(Tenant("sorted", ""), self._texts[self.count % len(self._texts)])
             self._answers.wait()
             self.count += 1
@@ -154,7 +157,7 @@ def measure(config: SortingConfig) -> tuple[dict[str, list[np.ndarray]], int]:
         run_period(engine, device, config)  # compiles
         for _ in range(config.periods):
             times["without"].append(run_period(engine, device, config))
-            with Inserting(answers, texts) as inserting:
+            with Inserting(answers, texts, config.every) as inserting:
                 times["while inserting"].append(run_period(engine, device, config))
             insertions += inserting.count
     return times, insertions
