@@ -217,7 +217,7 @@ def test_insertions_between_sorts_of_all_positions(vocab, monkeypatch) -> None:
     monkeypatch.setattr(suffix_index, "_merged", counting)
     changes = 400
     check_insertions(vocab, changes, capacity=4000, seed=2)
-    assert 100 < len(merges) < changes
+    assert 50 < len(merges) < changes - 50  # both ways are taken often
 
 
 def test_few_positions_are_inserted_and_many_are_sorted_anew(monkeypatch) -> None:
