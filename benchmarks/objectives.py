@@ -41,7 +41,7 @@ from specjax.drafters import DFlash, Eagle3
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import States, Target
-from specjax.training.contract import Batch
+from specjax.training.contract import Batch, row_keys
 from specjax.training.methods import DFlashTraining, Eagle3Training
 from specjax.training.objectives import blocks, draft_vocabulary
 from specjax.training.objectives.ahead import counted
@@ -400,7 +400,7 @@ def their_dflash(
     depth = config.block_size - 1
     valid = np.stack([np.asarray(counted(batch, step)) for step in range(depth)], axis=-1)
     valid = np.cumprod(valid, axis=-1).astype(bool)
-    places = blocks.draw_places(batch["key"], jnp.asarray(valid[..., 0]), config.anchors)
+    places = blocks.draw_places(row_keys(batch), jnp.asarray(valid[..., 0]), config.anchors)
     places = np.sort(np.asarray(places), axis=-1)
     anchors, is_block = torch.tensor(places + 1), torch.ones(places.shape, dtype=torch.bool)
 
