@@ -151,12 +151,15 @@ def mesh_of(target: str, chips: Chips) -> tuple[int, int]:
     return chips.large_mesh if whole > find_chip(chips.chip).memory / 3 else chips.mesh
 
 
+def abstract_student(config: TrainConfig, target: ModelConfig) -> Any:
+    """Return the drafter that is trained for a target, with shapes in place of arrays."""
+    abstract = jax.eval_shape(lambda: Target.init(target, jax.random.key(0), jnp.bfloat16))
+    return abstract_run(config, None, abstract).state.student
+
+
 def student_size(config: TrainConfig, target: ModelConfig) -> int:
     """Return the number of parameters of the drafter that is trained for a target."""
-    abstract = jax.eval_shape(lambda: Target.init(target, jax.random.key(0), jnp.bfloat16))
-    return sum(
-        leaf.size for leaf in jax.tree.leaves(abstract_run(config, None, abstract).state.student)
-    )
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_student(config, target)))
 
 
 def compile_cell(recipe: str, target: str, chips: Chips, config: RecipesConfig) -> Any:
@@ -242,8 +245,7 @@ def operations(config: TrainConfig, target: ModelConfig) -> float:
     ``fc``, which reads the target, none of its input: 4.
     """
     method, window = config.method, config.data.window
-    abstract = jax.eval_shape(lambda: Target.init(target, jax.random.key(0), jnp.bfloat16))
-    student = abstract_run(config, None, abstract).state.student
+    student = abstract_student(config, target)
     sizes = {
         name_of(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(student)
     }

@@ -25,13 +25,13 @@ import numpy as np
 import tyro
 
 import specjax
-from benchmarks.agent_session.answers import LARGEST_SHARE, repeated
+from benchmarks.agent_session.__main__ import tree
+from benchmarks.agent_session.answers import LARGEST_SHARE, repeated_share
 from benchmarks.decode import machine, read_texts
 from benchmarks.unions_tables import TABLES, per_step
 from specjax import (
     Chain,
     DraftModel,
-    DynamicTree,
     Suffix,
     Target,
     Together,
@@ -180,9 +180,6 @@ def drafters_of(model: Target) -> dict[str, Drafter | None]:
     """Return all drafters by name."""
     chain = DraftModel(model, draft=Chain(4))
 
-    def tree(top_k: int, depth: int, below_root: int) -> DynamicTree:
-        return DynamicTree(top_k, depth, below_root + 1)
-
     return {
         "plain": None,
         "model": chain,
@@ -205,8 +202,9 @@ def rules_of(model: Target) -> dict[str, tuple[Drafter, Rule]]:
     Alone, a chain of drawn tokens is verified by block verification. In a union its tokens are
     chosen and verified by matching. `count` has the same drafters with coupled sampling.
     """
-    chain = DraftModel(model, draft=Chain(4))
-    union = Together((chain, Suffix(draft=DynamicTree(3, 8, 13))))
+    drafters = drafters_of(model)
+    chain, union = drafters["model"], drafters["model + suffix, 4 + 12"]
+    assert chain is not None and union is not None
     return {
         "model alone, independent": (chain, "independent"),
         "model as the only part, independent": (Together((chain,)), "independent"),
@@ -226,6 +224,36 @@ def chosen(drafters: dict[str, Drafter | None], names: Sequence[str]) -> dict[st
     }
 
 
+def written(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Prompts,
+    indices: Sequence[int],
+    config: UnionsConfig,
+    temperature: float,
+    rule: Rule,
+    seed: int = 0,
+) -> tuple[Any, list[np.ndarray]]:
+    """Generate texts for some prompts; return the statistics, and the new tokens of each text.
+
+    The key of a text follows from the seed and the prompt's index alone.
+    """
+    tokens, lengths = prompts.batch(indices)
+    key = jax.random.key(seed)
+    result = specjax.generate(
+        target,
+        drafter,
+        tokens,
+        lengths,
+        max_new_tokens=config.new_tokens,
+        sampling=specjax.Sampling(temperature=temperature),
+        key=jax.vmap(lambda index: jax.random.fold_in(key, index))(np.array(indices)),
+        rule=rule,
+    )
+    new = [result.tokens[row, begin : result.lengths[row]] for row, begin in enumerate(lengths)]
+    return jax.tree.map(np.asarray, result.stats), new
+
+
 def counted(
     target: Target,
     drafter: Drafter | None,
@@ -237,25 +265,15 @@ def counted(
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Generate a text for each prompt, and return the counts and the new tokens of each."""
     records, texts = [], []
-    key = jax.random.key(seed)
     for first in range(0, len(prompts.categories), config.rows):
         indices = list(range(first, min(first + config.rows, len(prompts.categories))))
         # A last batch that is not full is filled with its last prompt, so that nothing compiles.
         filled = indices + indices[-1:] * (config.rows - len(indices))
-        tokens, lengths = prompts.batch(filled)
-        result = specjax.generate(
-            target,
-            drafter,
-            tokens,
-            lengths,
-            max_new_tokens=config.new_tokens,
-            sampling=specjax.Sampling(temperature=temperature),
-            key=jax.vmap(lambda index: jax.random.fold_in(key, index))(np.array(filled)),
-            rule=rule,
+        stats, new_tokens = written(
+            target, drafter, prompts, filled, config, temperature, rule, seed
         )
-        stats = jax.tree.map(np.asarray, result.stats)
         for row, index in enumerate(indices):
-            new = result.tokens[row, lengths[row] : result.lengths[row]].tolist()
+            new = new_tokens[row].tolist()
             texts.append(new)
             records.append(
                 {
@@ -290,7 +308,7 @@ def count(
             started = time.monotonic()
             records, texts = counted(target, drafter, prompts, config, temperature, "coupled")
             for record, new in zip(records, texts, strict=True):
-                record["repeated"] = round(float(repeated(new).mean()), 3) if new else 0.0
+                record["repeated"] = round(repeated_share(new), 3)
                 record["text"] = checksum(new)
             runs.append(
                 {
@@ -361,7 +379,7 @@ def prompts_to_time(
 
 def loops(new: Sequence[int]) -> bool:
     """Return whether a text repeats itself, so that drafts which copy it have an easy time."""
-    return bool(new) and float(repeated(new).mean()) > LARGEST_SHARE
+    return repeated_share(new) > LARGEST_SHARE
 
 
 def spread(groups: Sequence[Sequence[int]], most: int) -> list[int]:
@@ -404,21 +422,13 @@ def measure_speed(
             texts = []
             started = time.perf_counter()
             for index in timed:
-                tokens, lengths = prompts.batch([index])
-                result = specjax.generate(
-                    inflated,
-                    drafter,
-                    tokens,
-                    lengths,
-                    max_new_tokens=config.new_tokens,
-                    sampling=specjax.Sampling(temperature=temperature),
-                    key=jax.random.fold_in(jax.random.key(0), index)[None],
-                    rule="coupled",
+                stats, (new,) = written(
+                    inflated, drafter, prompts, [index], config, temperature, "coupled"
                 )
-                texts.append(result.tokens[0, lengths[0] : result.lengths[0]])
-                totals["tokens"] += len(texts[-1])
-                totals["steps"] += int(result.stats.steps[0])
-                totals["scored"] += int(result.stats.scored[0])
+                texts.append(new)
+                totals["tokens"] += len(new)
+                totals["steps"] += int(stats.steps[0])
+                totals["scored"] += int(stats.scored[0])
             seconds = time.perf_counter() - started
             return {**totals, "seconds": seconds, "texts": [checksum(new) for new in texts]}
 

@@ -82,6 +82,16 @@ def windowed(model: Target) -> Target:
     return replace(model, config=config)
 
 
+def learned(model: Target, draft: Any) -> DraftModel:
+    """Return a draft model that reads the last `WINDOW` tokens."""
+    return DraftModel(model, draft=draft, cache=Streaming(sinks=0), budget=WINDOW)
+
+
+def tree(top_k: int, depth: int, below_root: int) -> DynamicTree:
+    """Return a dynamic tree with so many nodes below its root."""
+    return DynamicTree(top_k, depth, below_root + 1)
+
+
 def drafters_of(model: Target) -> dict[str, Drafter]:
     """Return all drafters by name. All but one were chosen before any union had run.
 
@@ -89,28 +99,26 @@ def drafters_of(model: Target) -> dict[str, Drafter]:
     """
     session = SuffixIndex.empty(1, 8)  # the texts are set for each turn
 
-    def learned(draft: Any) -> DraftModel:
-        return DraftModel(model, draft=draft, cache=Streaming(sinks=0), budget=WINDOW)
-
     def suffix(draft: Any) -> Suffix:
         return Suffix(answers=session, draft=draft)
-
-    def tree(top_k: int, depth: int, below_root: int) -> DynamicTree:
-        return DynamicTree(top_k, depth, below_root + 1)
 
     return {
         "lookup": PromptLookup(draft=Chain(16)),
         "suffix": Suffix(draft=tree(3, 16, 16)),
         "session": suffix(tree(3, 16, 16)),
         "recycling": TokenRecycling(draft=tree(8, 6, 16)),
-        "model": learned(tree(4, 6, 16)),
-        "session + model, 12 + 4": Together((suffix(tree(3, 12, 12)), learned(Chain(4)))),
+        "model": learned(model, tree(4, 6, 16)),
+        "session + model, 12 + 4": Together((suffix(tree(3, 12, 12)), learned(model, Chain(4)))),
         "session + model + recycling, 8 + 4 + 4": Together(
-            (suffix(tree(3, 8, 8)), learned(tree(4, 3, 4)), TokenRecycling(draft=tree(8, 3, 4)))
+            (
+                suffix(tree(3, 8, 8)),
+                learned(model, tree(4, 3, 4)),
+                TokenRecycling(draft=tree(8, 3, 4)),
+            )
         ),
         # Added after the results of the first union.
         "model + session, 4 + the rest": Together(
-            (learned(Chain(4)), suffix(tree(3, 16, 16))),
+            (learned(model, Chain(4)), suffix(tree(3, 16, 16))),
             draft=UnionTree((Chain(4), tree(3, 16, 16)), most=16),
         ),
         "lookup + recycling, 8 + 8": Together(

@@ -35,7 +35,12 @@ class Answer:
     @property
     def repeated(self) -> float:
         """The share of output tokens that end a repeated n-gram of the output."""
-        return float(repeated(self.output).mean()) if self.output else 0.0
+        return repeated_share(self.output)
+
+
+def repeated_share(tokens: Sequence[int]) -> float:
+    """Return the share of tokens that end a repeated n-gram; 0 without tokens."""
+    return float(repeated(tokens).mean()) if len(tokens) else 0.0
 
 
 def repeated(tokens: Sequence[int], size: int = NGRAM) -> np.ndarray:

@@ -27,15 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.agent_session.__main__ import SLOTS, WINDOW, windowed
-from benchmarks.agent_session.answers import LARGEST_SHARE, NGRAM, repeated
+from benchmarks.agent_session.__main__ import SLOTS, learned, tree, windowed
+from benchmarks.agent_session.answers import LARGEST_SHARE, NGRAM, repeated_share
 from benchmarks.agent_session.script import TOOLS, TURNS, ScriptTurn, make_script
 from specjax import (
     Chain,
-    DraftModel,
-    DynamicTree,
     PromptLookup,
-    Streaming,
     Suffix,
     Together,
     TokenRecycling,
@@ -114,22 +111,18 @@ def drafters_of(model: Target) -> dict[str, Drafter | None]:
         model: the draft model.
     """
 
-    def learned(draft: Any) -> DraftModel:
-        return DraftModel(model, draft=draft, cache=Streaming(sinks=0), budget=WINDOW)
-
-    def tree(top_k: int, depth: int, below_root: int) -> DynamicTree:
-        return DynamicTree(top_k, depth, below_root + 1)
-
     return {
         PLAIN: None,
         "lookup": PromptLookup(draft=Chain(SLOTS)),
         "suffix": Suffix(draft=tree(3, 16, SLOTS)),
         "recycling": TokenRecycling(draft=tree(8, 6, SLOTS)),
-        "model": learned(tree(4, 6, SLOTS)),
+        "model": learned(model, tree(4, 6, SLOTS)),
         "suffix + recycling, 12 + 4": Together(
             (Suffix(draft=tree(3, 12, 12)), TokenRecycling(draft=tree(8, 3, 4)))
         ),
-        "suffix + model, 12 + 4": Together((Suffix(draft=tree(3, 12, 12)), learned(Chain(4)))),
+        "suffix + model, 12 + 4": Together(
+            (Suffix(draft=tree(3, 12, 12)), learned(model, Chain(4)))
+        ),
     }
 
 
@@ -235,7 +228,7 @@ def hold(
             names = [*engines][first:] + [*engines][:first]
             results = {name: engines[name](prompt) for name in names}
             plain = results[PLAIN].tokens
-            share = float(repeated(plain).mean())
+            share = repeated_share(plain)
             answers += 1
             record = {
                 "turn": index,
