@@ -179,12 +179,12 @@ def read_prompts(config: UnionsConfig) -> Prompts:
 def drafters_of(model: Target) -> dict[str, Drafter | None]:
     """Return all drafters by name."""
     chain = DraftModel(model, draft=Chain(4))
-
+    # It calls the draft model as often as the chain does.
+    whole_tree = DraftModel(model, draft=tree(4, 4, NODES))
     return {
         "plain": None,
         "model": chain,
-        # It calls the draft model as often as the chain does.
-        "model, 16": DraftModel(model, draft=tree(4, 4, NODES)),
+        "model, 16": whole_tree,
         "suffix": Suffix(draft=tree(3, 8, NODES)),
         "recycling": TokenRecycling(draft=tree(8, 6, NODES)),
         "model + suffix, 4 + 12": Together((chain, Suffix(draft=tree(3, 8, 12)))),
@@ -192,6 +192,12 @@ def drafters_of(model: Target) -> dict[str, Drafter | None]:
             (chain, Suffix(draft=tree(3, 8, NODES))),
             draft=UnionTree((Chain(4), tree(3, 8, NODES)), most=NODES),
         ),
+        # No path has a share of 1, so this is what a part costs that offers nothing.
+        "model + silent suffix, 4 + 12": Together(
+            (chain, Suffix(least_share=1.0, draft=tree(3, 8, 12)))
+        ),
+        # Whoever does not know the texts takes both whole: steps without a match have 16 nodes.
+        "model + suffix, 16 + 16": Together((whole_tree, Suffix(draft=tree(3, 8, NODES)))),
         "model + recycling, 4 + 12": Together((chain, TokenRecycling(draft=tree(8, 6, 12)))),
     }
 
@@ -401,61 +407,67 @@ def spread(groups: Sequence[Sequence[int]], most: int) -> list[int]:
 
 
 def measure_speed(
-    target: Target, model: Target, prompts: Prompts, config: UnionsConfig
-) -> dict[str, Any]:
-    """Return a record for each temperature and drafter, with the tokens/s of every repeat.
+    target: Target,
+    model: Target,
+    prompts: Prompts,
+    config: UnionsConfig,
+    save: Callable[[dict[str, Any]], None],
+) -> None:
+    """Save a record for each temperature and drafter, with the seconds of every text and repeat.
 
-    The drafters take turns, in another order in every repeat. Each text has the key that it has in
-    `counted`, so it is the text of which `prompts_to_time` has seen that it does not loop.
+    The records are saved after every repeat.
+
+    The drafters take turns with each text, in another order every time: a machine's speed changes
+    less within seconds. Each text has the key that it has in `counted`, so it is the text of which
+    `prompts_to_time` has seen that it does not loop.
     """
     hidden, mlp, layers = config.inflate
     inflated = inflate(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
-    runs = []
+    settings = {name: getattr(config, name) for name in TIMED}
+    speed = {**settings, "parameters": params.count(inflated.params), "runs": []}
     for temperature in config.temperature:
         timed = prompts_to_time(target, prompts, config, temperature)
         drafters = chosen(drafters_of(model), config.drafters)
-
-        def run(
-            drafter: Drafter | None, timed: list[int] = timed, temperature: float = temperature
-        ) -> dict[str, Any]:
-            totals = {"tokens": 0, "steps": 0, "scored": 0}
-            texts = []
-            started = time.perf_counter()
-            for index in timed:
-                stats, (new,) = written(
-                    inflated, drafter, prompts, [index], config, temperature, "coupled"
-                )
-                texts.append(new)
-                totals["tokens"] += len(new)
-                totals["steps"] += int(stats.steps[0])
-                totals["scored"] += int(stats.scored[0])
-            seconds = time.perf_counter() - started
-            return {**totals, "seconds": seconds, "texts": [checksum(new) for new in texts]}
-
-        first = {name: run(drafter) for name, drafter in drafters.items()}  # compiles
-        rates: dict[str, list[float]] = {name: [] for name in drafters}
-        order = list(drafters.items())
-        for repeat in range(config.repeats):
-            random.Random(repeat).shuffle(order)
-            for name, drafter in order:
-                result = run(drafter)
-                rates[name].append(result["tokens"] / result["seconds"])
-        runs += [
-            {
+        by_name: dict[str, dict[str, Any]] = {
+            name: {
                 "drafter": name,
                 "temperature": temperature,
-                "parts": parts_of(drafters[name]),
+                "parts": parts_of(drafter),
                 "categories": [prompts.categories[index] for index in timed],
-                "tokens": result["tokens"],
-                "steps": result["steps"],
-                "scored": result["scored"],
-                "texts": result["texts"],
-                "rates": [round(rate, 2) for rate in rates[name]],
+                "tokens": 0,
+                "steps": 0,
+                "scored": 0,
+                "texts": [],
+                "seconds": [],
             }
-            for name, result in first.items()
-        ]
-    settings = {name: getattr(config, name) for name in TIMED}
-    return {**settings, "parameters": params.count(inflated.params), "runs": runs}
+            for name, drafter in drafters.items()
+        }
+        # Repeat 0 compiles. Its counts are those of all repeats.
+        for repeat in range(1 + config.repeats):
+            for record in by_name.values() if repeat else ():
+                record["seconds"].append([])
+            for index in timed:
+                order = list(drafters)
+                random.Random(f"{repeat} {index}").shuffle(order)
+                for name in order:
+                    started = time.perf_counter()
+                    stats, (new,) = written(
+                        inflated, drafters[name], prompts, [index], config, temperature, "coupled"
+                    )
+                    seconds = time.perf_counter() - started
+                    record = by_name[name]
+                    if repeat:
+                        record["seconds"][-1].append(round(seconds, 4))
+                        continue
+                    record["texts"].append(checksum(new))
+                    record["tokens"] += len(new)
+                    record["steps"] += int(stats.steps[0])
+                    record["scored"] += int(stats.scored[0])
+            print(f"T = {temperature:g}: repeat {repeat} of {config.repeats}", flush=True)
+            if repeat == 1:
+                speed["runs"] += by_name.values()
+            if repeat:
+                save(speed)
 
 
 COUNTED = ("target", "draft", "count", "context", "beginning", "new_tokens")
@@ -497,12 +509,12 @@ def main(config: UnionsConfig) -> None:
     if config.speed:
         load = os.getloadavg()[0]
         print(f"load {load:.1f}", flush=True)
-        pair["speed"] = {
-            **measure_speed(target, model, prompts, config),
-            "machine": machine(),
-            "load": load,
-        }
-        save()
+
+        def save_speed(speed: dict[str, Any]) -> None:
+            pair["speed"] = {**speed, "machine": machine(), "load": load}
+            save()
+
+        measure_speed(target, model, prompts, config, save_speed)
         print(TABLES["speed"](pair["speed"]))
         return
     settings = {name: getattr(config, name) for name in COUNTED}

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import tyro
 
 from benchmarks.agent_session.answers import LARGEST_SHARE
@@ -140,26 +141,40 @@ def rules_table(runs: list[dict[str, Any]]) -> str:
 def speed_rows(runs: list[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
     """Return what the table of speed states of a temperature.
 
-    Each repeat is compared with the best single drafter's in the same repeat, because the machine's
-    speed may change between repeats. The best is the one with the largest median.
+    The texts of all drafters are equal, so their times can be compared. Each is compared with that
+    of the best single drafter for the same text in the same repeat, because the machine's speed may
+    change. The best is the one with the largest median of tokens per second.
     """
     of_temperature = [run for run in runs if run["temperature"] == temperature]
     single = [run for run in of_temperature if not run["parts"]]
-    best = max(single, key=lambda run: median(run["rates"]))
-    return [
-        {
-            "drafter": run["drafter"],
-            "rate": median(run["rates"]),
-            "least": min(run["rates"]),
-            "most": max(run["rates"]),
-            "against_best": median(
-                rate / of_best for rate, of_best in zip(run["rates"], best["rates"], strict=True)
-            ),
-            "per_step": run["tokens"] / run["steps"],
-            "nodes": run["scored"] / run["steps"],
-        }
-        for run in of_temperature
-    ]
+    best = max(single, key=lambda run: median(rates(run)))
+    rows = []
+    for run in of_temperature:
+        ratios = [
+            of_best / seconds
+            for repeat, of_best_repeat in zip(run["seconds"], best["seconds"], strict=True)
+            for seconds, of_best in zip(repeat, of_best_repeat, strict=True)
+        ]
+        lower, against_best, upper = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
+        rows.append(
+            {
+                "drafter": run["drafter"],
+                "rate": median(rates(run)),
+                "least": min(rates(run)),
+                "most": max(rates(run)),
+                "against_best": against_best,
+                "lower": lower,
+                "upper": upper,
+                "per_step": run["tokens"] / run["steps"],
+                "nodes": run["scored"] / run["steps"],
+            }
+        )
+    return rows
+
+
+def rates(run: dict[str, Any]) -> list[float]:
+    """Return the tokens per second of each repeat."""
+    return [run["tokens"] / sum(seconds) for seconds in run["seconds"]]
 
 
 def speed_table(speed: dict[str, Any]) -> str:
@@ -168,13 +183,14 @@ def speed_table(speed: dict[str, Any]) -> str:
     blocks = [f"{speed['parameters'] / 1e6:.0f}M parameters, load {speed['load']:.1f}"]
     for temperature in dict.fromkeys(run["temperature"] for run in runs):
         lines = [
-            f"| T = {temperature:g} | tokens/s | against the best single one | tokens a step |"
-            " nodes a step, with the root |",
+            f"| T = {temperature:g} | tokens/s | against the best single one: median, quartiles |"
+            " tokens a step | nodes a step, with the root |",
             "|---|---:|---:|---:|---:|",
         ]
         lines += [
             f"| {row['drafter']} | {row['rate']:.0f} ({row['least']:.0f} to {row['most']:.0f}) |"
-            f" {row['against_best']:.2f} | {row['per_step']:.2f} | {row['nodes']:.1f} |"
+            f" {row['against_best']:.2f} ({row['lower']:.2f} to {row['upper']:.2f}) |"
+            f" {row['per_step']:.2f} | {row['nodes']:.1f} |"
             for row in speed_rows(runs, temperature)
         ]
         texts = {run["drafter"]: run["texts"] for run in runs if run["temperature"] == temperature}
