@@ -299,7 +299,7 @@ def test_long_caches_are_scored_in_blocks(target) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("length", [13, 150])
 def test_in_an_8_bit_cache_a_tree_is_as_each_path_alone(target, length) -> None:
-    """In the long text the entries of a tree are copied, too."""
+    """The entries that a tree selects in the long text are copied."""
     narrow = target.replace(cache_dtype="int8")
     text = np.random.default_rng(7).integers(0, 11, (2, length)).astype(np.int32)
     drafted = np.random.default_rng(3).integers(0, 11, (2, len(PARENTS)))
