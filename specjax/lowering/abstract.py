@@ -19,11 +19,12 @@ from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models import config_json, huggingface, params
-from specjax.models.cache import KVCache, PagedCache, groups_of
+from specjax.models.cache import Entries, KVCache, PagedCache, groups_of, num_slots
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.published import PUBLISHED, published
 from specjax.models.quantization import schemes
+from specjax.models.sparse_attention import ATTENDED, devices_of, reach
 from specjax.models.states import State
 from specjax.models.transformer import Target
 
@@ -220,6 +221,21 @@ def bytes_of_pass(target: Target, cache: Any) -> int:
     They are its shards of all matrices, with all experts, and of the whole cache with its states.
     """
     return bytes_of_one(target.weights_of_pass) + bytes_of_one(cache)
+
+
+def bytes_not_selected(target: Target, layers: Entries, queries: int) -> int:
+    """Return the bytes of a cache on one device that sparse attention leaves out in a pass.
+
+    Args:
+        target: the target.
+        layers: the entries of its cache, full to the end.
+        queries: the number of tokens of a row in the pass.
+    """
+    config, slots = target.config, num_slots(layers)
+    if config.indexer is None or slots <= reach(config, queries, devices_of(target.mesh)):
+        return 0
+    share = max(0.0, 1.0 - queries * config.indexer.topk / slots)
+    return sum(int(share * bytes_of_one(entry[:ATTENDED])) for entry in layers)
 
 
 def bytes_of_draft(

@@ -22,7 +22,7 @@ from specjax.drafters.base import Drafter
 from specjax.errors import InputError
 from specjax.lowering import abstract, hlo
 from specjax.lowering.topologies import compiler_options
-from specjax.models.attention import BLOCK, LOOP, block_width
+from specjax.models.attention import BLOCK, LOOP, SHORT_ROWS, block_width
 from specjax.models.transformer import Target
 from specjax.planning.work import attention_work, product_work
 from specjax.progress import waiting
@@ -193,7 +193,7 @@ class Step:
         prefill: the prefill of the prompts.
         decode: the step.
         floor: the bytes that one chip must read in a step: weights, caches and states, once per
-            pass over them.
+            pass over them; of a cache whose entries are selected and copied, those alone.
         cache: the bytes of the target's cache on one chip, without states.
         states: the bytes of the target's states on one chip.
         drafted: the bytes of the drafted tokens' entries on one chip, until they are verified. For
@@ -237,6 +237,7 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache, states = state.cache.layers, state.cache.states
     floor = abstract.bytes_of_pass(setup.target, (cache, states))
+    floor -= abstract.bytes_not_selected(setup.target, cache, drafter.draft_shape.nodes)
     by_layer = [
         entry if linear is None else linear
         for entry, linear in zip(cache, states or (None,) * len(cache), strict=True)
@@ -256,14 +257,14 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
         axis_length = state.cache.pages
     uncopied = [(min(map(abstract.bytes_of_one, parts)), (axis_length,))] if parts else []
     uncopied += [(abstract.bytes_of_one(table), table.shape[2:]) for table in tables]
-    blocks = -(-capacity // block_width(capacity, BLOCK))
+    blocks = -(-capacity // block_width(capacity, BLOCK, setup.page))
     lowered = decoding.decode.lower(setup.target, drafter, state, steps)
     decode, _ = compile_program(
         f"decode, {name}",
         lowered,
         setup.mesh,
         uncopied=uncopied,
-        turns=lambda origin: blocks if LOOP in origin else max(1, depth - 1),
+        turns=partial(_assumed_turns, blocks, depth),
         is_loop=True,
     )
     size = abstract.bytes_of_one
@@ -278,6 +279,16 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
         _flops(setup, drafter),
         depth,
     )
+
+
+def _assumed_turns(blocks: int, depth: int, origin: str) -> int:
+    """Return the iterations in a step of a loop whose end depends on data, by its origin.
+
+    All rows are as long as their caches. So they are long, if a program has ways for both.
+    """
+    if LOOP not in origin:
+        return max(1, depth - 1)
+    return 0 if SHORT_ROWS in origin else blocks
 
 
 def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:

@@ -107,7 +107,7 @@ def _latent_attention(
         )
     attended = attend(
         mla.queries(params, config, x, rotations, latents),
-        sparse_attention.selected(pieces, selection),
+        sparse_attention.selected(config, pieces, selection),
         scale=mla.scale(config),
         values_part=0,
     )

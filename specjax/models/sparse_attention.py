@@ -7,8 +7,17 @@ earlier tokens are selected first, so that a selection depends on the text alone
 divided into cache, draft and new tokens. A layer without an indexer of its own attends to the
 tokens that the layer before it attends to.
 
-All index keys are scored, and attention is masked. So the arithmetic of attention is that of all
-tokens, and only the result is that of the selected ones.
+All index keys are scored. Attention reads the entries of a cache in one of two ways:
+
+- It reads all entries of a row once for all T queries, and masks those that a query has not
+  selected. The bytes are those of all tokens, and the arithmetic is T times that.
+- It copies the ``topk`` entries that each query has selected, and reads the copies. Both depend on
+  T ``topk`` alone. Queries of one tree select many of the same tokens, but their number is not a
+  shape, so each query has its own copies.
+
+`reach` compares the two for a row, by the number of its filled slots. So a row is never read in
+another way because of its neighbours. The two ways differ in rounding alone. Tokens that are in no
+cache (a draft's, those of the call) are few, and always masked.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +25,27 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
 
-from specjax.models.attention import BLOCK, Filled, Piece, Shared
+from specjax.models.attention import BLOCK, LOOP, Filled, Piece, Sparse
+from specjax.models.cache import Entry
 from specjax.models.config import Indexer, ModelConfig
 from specjax.models.params import Params
 from specjax.models.primitives import layer_norm, linear
 from specjax.models.quantized_cache import Part, operand, rescaled
 from specjax.models.rope import Rotations, separate_pairs
 
-Selection = tuple[jax.Array, ...]
-"""For each piece that attention reads, ``[B, T, S]`` bool: the tokens that each query reads."""
+MOVES = 3
+"""How often the bytes of a copied entry are moved: it is read, written, and read again."""
+
+BALANCED_HEADS = 128
+"""The number of heads for which the arithmetic of one query takes as long as reading the entries.
+
+A head has about 2 operations for each byte of an entry in bfloat16 (2 x 1088 for 2 x 576 bytes in
+DeepSeek-V3.2), and accelerators do 150 to 560 operations in the time of reading a byte
+(`specjax.chips`).
+"""
 
 ATTENDED = 2
 """The number of parts of an entry that attention reads: the latent and the rotated key.
@@ -35,6 +55,54 @@ The index key comes after them.
 
 KEY_EPS = 1e-6
 """The epsilon of the norm of index keys, which the published models have in their code."""
+
+
+@struct.dataclass
+class Selection:
+    """The tokens that each query reads, in two forms.
+
+    Attributes:
+        masks: for each piece that attention reads, ``[B, T, S]`` bool.
+        tokens: ``[B, T, topk]`` int32, the indices of the same tokens in all pieces together. If a
+            query reads fewer, the rest is the number of all slots.
+    """
+
+    masks: tuple[jax.Array, ...]
+    tokens: jax.Array
+
+
+def reach(config: ModelConfig, queries: int, devices: int = 1) -> int:
+    """Return the largest number of filled slots of a row that attention reads as a whole.
+
+    From a row with more slots it copies those that each query has selected. Times are compared in
+    units of reading one entry. S entries take ``S max(1, T heads / 128)`` as a whole, by bytes or
+    by arithmetic, and copies take ``3 T topk``.
+
+    Args:
+        config: the configuration of a model with an indexer.
+        queries: T, the number of queries of a row.
+        devices: the number of devices that share the heads.
+
+    Examples:
+        With all 128 heads of DeepSeek-V3.2 on a device, a tree of 60 nodes is like one token: it
+        has more to copy, and as much more to multiply. With 16 heads on each of 8 devices, a tree
+        reads up to 49 thousand slots as a whole:
+
+        >>> from specjax.models.published import published
+        >>> from specjax.models.sparse_attention import reach
+        >>> model = published("deepseek-v3.2")
+        >>> [reach(model, queries) for queries in (1, 60)]
+        [6144, 6144]
+        >>> [reach(model, queries, devices=8) for queries in (1, 60)]
+        [6144, 49152]
+    """
+    heads = max(1, config.num_heads // devices)
+    return MOVES * _sizes(config).topk * min(queries, max(1, BALANCED_HEADS // heads))
+
+
+def devices_of(mesh: Mesh | None) -> int:
+    """Return the number of devices that share the heads of a model."""
+    return 1 if mesh is None else mesh.shape["model"]
 
 
 def index_key(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> jax.Array:
@@ -92,51 +160,92 @@ def select(
         products = jax.nn.relu(rescaled(products, keys, (1,)) * indexer.head_dim**-0.5)
         return jnp.einsum("bth,bths->bts", weights, products, precision="highest")
 
-    scores = [_visible_scores(score, piece, x.shape[1]) for piece in pieces]
-    chosen = highest(jnp.concatenate(scores, axis=-1), indexer.topk)
+    scores = jnp.concatenate(
+        [_visible_scores(score, piece, x.shape[1]) for piece in pieces], axis=-1
+    )
+    chosen, tokens = highest(scores, indexer.topk)
     ends = [sum(map(_slots, pieces[: i + 1])) for i in range(len(pieces) - 1)]
-    return tuple(jnp.split(chosen, ends, axis=-1))
+    return Selection(tuple(jnp.split(chosen, ends, axis=-1)), tokens)
 
 
-def highest(scores: jax.Array, count: int) -> jax.Array:
+def highest(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Return which of the last axis are its ``count`` highest scores; of equal ones the first.
 
     A score of minus infinity is never among them.
 
+    Returns:
+        A mask of the shape of ``scores``, and the indices ``[..., count]`` of the same scores; the
+        size of the axis in place of those that are missing.
+
     Examples:
         >>> from specjax.models.sparse_attention import highest
-        >>> highest(jnp.array([[2.0, 1.0, 3.0, 1.0], [-jnp.inf, 0.0, -jnp.inf, -1.0]]), 3).tolist()
+        >>> scores = jnp.array([[2.0, 1.0, 3.0, 1.0], [-jnp.inf, 0.0, -jnp.inf, -1.0]])
+        >>> mask, indices = highest(scores, 3)
+        >>> mask.tolist()
         [[True, True, True, False], [False, True, False, True]]
+        >>> indices.tolist()
+        [[2, 0, 1], [1, 3, 4]]
     """
-    # Without the barrier XLA sorts all scores: it takes the slice into its pattern of a top-k.
-    last = jax.lax.optimization_barrier(jax.lax.top_k(scores, count)[0])[..., -1:]
+    # XLA's order has -0.0 below 0.0. They are equal scores, so that the first is selected.
+    scores = jnp.where(scores == 0, 0.0, scores)
+    values, indices = jax.lax.top_k(scores, count)
+    # Without the barrier XLA sorts all scores: it takes the slice into its pattern of a top-k. With
+    # one barrier around both results, XLA (JAX 0.10) ends the process for several devices.
+    last = jax.lax.optimization_barrier(values)[..., -1:]
     above, equal = scores > last, (scores == last) & (scores > -jnp.inf)
     room = count - jnp.sum(above, axis=-1, keepdims=True)
-    return above | (equal & (jnp.cumsum(equal, axis=-1) <= room))
+    mask = above | (equal & (jnp.cumsum(equal, axis=-1) <= room))
+    return mask, jnp.where(values > -jnp.inf, indices, scores.shape[-1])
 
 
-def selected(pieces: Sequence[Piece], selection: Selection | None) -> list[Piece]:
+def selected(
+    config: ModelConfig, pieces: Sequence[Piece], selection: Selection | None
+) -> list[Piece]:
     """Return the pieces as attention reads them: without index keys, and what is selected alone."""
-    return [
-        _restricted(piece, None if selection is None else selection[i])
-        for i, piece in enumerate(pieces)
-    ]
+    if selection is None:
+        return [_without_index_keys(piece) for piece in pieces]
+    restricted: list[Piece] = []
+    first = 0
+    for piece, mask in zip(pieces, selection.masks, strict=True):
+        if isinstance(piece, Filled):
+            filled = replace(piece, entry=piece.entry[:ATTENDED], selected=mask)
+            restricted.append(_sparse(config, filled, selection.tokens - first))
+        else:
+            restricted.append((_few(piece)[0][:ATTENDED], mask))
+        first += _slots(piece)
+    return restricted
 
 
-def _restricted(piece: Piece, tokens: jax.Array | None) -> Piece:
-    assert not isinstance(piece, Shared)
+def _sparse(config: ModelConfig, filled: Filled, slots: jax.Array) -> Filled | Sparse:
+    """Return how attention reads a cache, of which the queries selected ``slots [B, T, topk]``.
+
+    Slots out of range are tokens of other pieces.
+    """
+    largest = reach(config, slots.shape[1], devices_of(filled.mesh))
+    if filled.slots <= largest:
+        return filled
+    is_here = (slots >= 0) & (slots < filled.slots)
+    return Sparse(filled, jnp.where(is_here, slots, 0), is_here, largest)
+
+
+def _without_index_keys(piece: Piece) -> Piece:
     if isinstance(piece, Filled):
-        return replace(piece, entry=piece.entry[:ATTENDED], selected=tokens)
-    entry, mask = piece
-    return entry[:ATTENDED], mask if tokens is None else tokens
+        return replace(piece, entry=piece.entry[:ATTENDED])
+    entry, mask = _few(piece)
+    return entry[:ATTENDED], mask
+
+
+def _few(piece: Piece) -> tuple[Entry, jax.Array | None]:
+    """Return a piece that is no cache: the entries of a draft or of the call, and their mask."""
+    assert isinstance(piece, tuple)
+    return piece
 
 
 def _visible_scores(score: Callable[[Part], jax.Array], piece: Piece, queries: int) -> jax.Array:
     """Return the scores ``[B, T, S]`` of a piece, and minus infinity where a query sees nothing."""
-    assert not isinstance(piece, Shared)
     if isinstance(piece, Filled):
         return _scores_in_blocks(score, replace(piece, entry=piece.entry[ATTENDED:]), queries)
-    entry, mask = piece
+    entry, mask = _few(piece)
     visible = jnp.eye(queries, dtype=bool)[None] if mask is None else mask
     return jnp.where(visible, score(entry[ATTENDED]), -jnp.inf)
 
@@ -166,13 +275,13 @@ def _scores_in_blocks(
         )
 
     empty = jnp.full((filled.count.shape[0], queries, filled.slots), -jnp.inf)
-    return jax.lax.fori_loop(0, -(-jnp.max(filled.count) // width), add, empty)
+    with jax.named_scope(LOOP):
+        return jax.lax.fori_loop(0, -(-jnp.max(filled.count) // width), add, empty)
 
 
 def _slots(piece: Piece) -> int:
     """Return the number of tokens of a piece, filled or not."""
-    assert not isinstance(piece, Shared)
-    return piece.slots if isinstance(piece, Filled) else piece[0][0].shape[2]
+    return piece.slots if isinstance(piece, Filled) else _few(piece)[0][0].shape[2]
 
 
 def _rotate(indexer: Indexer, x: jax.Array, rotations: Rotations) -> jax.Array:

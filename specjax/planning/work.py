@@ -8,11 +8,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import jax
 
 from specjax.chips import Chip
 from specjax.errors import InputError
+from specjax.models import sparse_attention
 from specjax.models.config import ModelConfig
 from specjax.models.memory import StateSizes
 from specjax.models.params import declare
@@ -69,10 +71,11 @@ def attention_work(
     the latents. A layer with a sliding window reads at most the window. A layer that uses another
     layer's entries reads them again. The keys and values of the T tokens themselves are left out,
     because they are few compared to S. A layer with an indexer (sparse attention) reads its index
-    keys and multiplies its own queries with them as well; latents and rotated keys are all read,
-    because what is not selected is masked. The selection itself is left out. A layer with a state
-    reads that instead, or as well, whatever S is, and multiplies each token's key and query with
-    it; for commits see `commit_work`.
+    keys and multiplies its own queries with them as well. Its latents and rotated keys are all read
+    and masked, or those that are selected are copied, as `specjax.models.sparse_attention.reach`
+    says; a copy moves their bytes three times. The selection itself is left out. A layer with a
+    state reads that instead, or as well, whatever S is, and multiplies each token's key and query
+    with it; for commits see `commit_work`.
 
     Examples:
         >>> from specjax.models.published import published
@@ -85,10 +88,11 @@ def attention_work(
         1.1
     """
     products, numbers = 0, 0
-    for (window, products_of_entry, numbers_of_entry), layers in _kinds_of_attention(config):
-        visible = layers * min(context, window or context)
-        products += visible * products_of_entry
-        numbers += visible * numbers_of_entry
+    for kind, layers in _kinds_of_attention(config):
+        visible = min(context, kind.window or context)
+        multiplied, moved = _entries_of_pass(config, tokens, visible)
+        products += layers * (multiplied * kind.products + visible * kind.index_products)
+        numbers += layers * (moved * kind.numbers + visible * kind.index_numbers)
     states = sum(sizes.state_size for sizes in _states(config))
     flops = 2.0 * batch * tokens * (products + 2 * states)
     return Work(flops, batch * (numbers * kv_bytes + state_bytes(config)))
@@ -176,13 +180,28 @@ def _numbers_of_token(config: ModelConfig) -> int:
     return sum(map(config.entry_size, range(config.num_layers)))
 
 
-@lru_cache
-def _kinds_of_attention(config: ModelConfig) -> tuple[tuple[tuple[int | None, int, int], int], ...]:
-    """Return each kind of layer that attends to entries, and how many layers are of that kind.
+class _Kind(NamedTuple):
+    """A kind of layer that attends to entries.
 
-    A kind is the window, and the products and the numbers that one entry takes.
+    Attributes:
+        window: the window of its attention, or None.
+        products: the products of one query with one entry, in all heads.
+        numbers: the numbers of an entry that attention reads.
+        index_products: the products of one query with one index key.
+        index_numbers: the numbers of an index key.
     """
-    kinds: Counter[tuple[int | None, int, int]] = Counter()
+
+    window: int | None
+    products: int
+    numbers: int
+    index_products: int
+    index_numbers: int
+
+
+@lru_cache
+def _kinds_of_attention(config: ModelConfig) -> tuple[tuple[_Kind, int], ...]:
+    """Return each kind of layer that attends to entries, and how many layers are of that kind."""
+    kinds: Counter[_Kind] = Counter()
     for layer in range(config.num_layers):
         source = config.entries_of(layer)
         if not (parts := config.memory(source).parts):
@@ -191,10 +210,21 @@ def _kinds_of_attention(config: ModelConfig) -> tuple[tuple[tuple[int | None, in
         products = config.of_layer(layer).num_heads * (
             keys + last if config.mla is None else 2 * keys + last
         )
+        index_products, index_numbers = 0, 0
         if config.indexer is not None and config.has_indexer(layer):
-            products += config.indexer.heads * config.indexer.head_dim
-        kinds[config.window_of(layer), products, config.entry_size(source)] += 1
+            index_numbers = config.indexer.head_dim
+            index_products = config.indexer.heads * index_numbers
+        numbers = config.entry_size(source) - index_numbers
+        window = config.window_of(layer)
+        kinds[_Kind(window, products, numbers, index_products, index_numbers)] += 1
     return tuple(kinds.items())
+
+
+def _entries_of_pass(config: ModelConfig, tokens: int, visible: int) -> tuple[int, int]:
+    """Return with how many entries a token of a row is multiplied, and how many the row moves."""
+    if config.indexer is None or visible <= sparse_attention.reach(config, tokens):
+        return visible, visible
+    return config.indexer.topk, sparse_attention.MOVES * tokens * config.indexer.topk
 
 
 def forward_time(

@@ -36,12 +36,14 @@ from specjax.errors import InputError
 from specjax.lowering import abstract, compiled, topologies
 from specjax.lowering.compiled import Setup, compile_program, compile_step
 from specjax.models import config_json
+from specjax.models.config import MLA, Indexer
 from specjax.models.published import published
 from specjax.models.states import State
 from specjax.models.transformer import Target
+from specjax.planning.work import attention_work
 from specjax.sampling import Sampling
 from specjax.sharding import make_mesh
-from tests.conftest import HYBRID, SHAPES, tiny_config
+from tests.conftest import HYBRID, SHAPES, SPARSE, tiny_config
 
 CHIP = Chip("toy", flops=1e12, bandwidth=1e11, memory=1e9, source="made up", links=1e10)
 CONFIG = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3)
@@ -227,6 +229,33 @@ def test_a_step_with_caches_in_pages_is_given_as_much(drafter) -> None:
     assert (paged.floor, paged.cache) == (whole.floor, whole.cache)
     assert paged.decode.collectives == whole.decode.collectives
     assert not paged.decode.cache_copies
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", [None, 64])
+def test_selected_entries_of_a_long_text_are_read_alone(page) -> None:
+    """Compare a step with one whose selections are so large that the whole cache is read."""
+    context, steps, works = 16_384, [], []
+    for topk in (context // 64, context // 2):
+        changes = {
+            "max_positions": context,
+            "num_layers": 1,
+            "head_dim": 64,
+            "mla": MLA(512, 32, 64, 32, q_lora_rank=32),
+            "indexer": Indexer(heads=4, head_dim=64, topk=topk),
+        }
+        config = tiny_config(**SPARSE | changes)
+        mesh = make_mesh(1, 1)
+        target = abstract.abstract_model(config, mesh, jnp.float32)
+        setup = Setup(target, mesh, CHIP, 1, context - 64, 64, page=page)
+        steps.append(compile_step(setup, NoDraft(), "plain"))
+        works.append(attention_work(config, 1, 1, context, kv_bytes=4.0).bytes)
+    copied, whole = steps
+    latents = 4 * context * (512 + 64)
+    assert whole.floor - copied.floor == latents * 63 / 64
+    assert works[1] - works[0] == latents * 61 / 64  # a copy is moved three times
+    assert whole.decode.bytes - copied.decode.bytes > latents * 61 / 64
+    assert whole.flops > copied.flops
 
 
 # --- what drafting must read ----------------------------------------------------------------------

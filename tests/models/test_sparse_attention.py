@@ -15,9 +15,10 @@ from specjax import sharding
 from specjax.drafters import DraftModel, EarlyExit
 from specjax.errors import InputError
 from specjax.models import config_json, params
-from specjax.models.attention import BLOCK, Filled
+from specjax.models.attention import BLOCK, GATHERED, Filled, Sparse, attend
 from specjax.models.cache import PagedCache, groups_of
 from specjax.models.config import MLA
+from specjax.models.quantized_cache import quantize
 from specjax.models.sparse_attention import highest
 from specjax.models.transformer import Target
 from specjax.training.objectives.windows import read_student
@@ -28,14 +29,126 @@ INDEXER = SPARSE["indexer"]
 
 
 def test_the_highest_are_those_of_a_stable_sort() -> None:
-    """Many scores are equal, and some are hidden."""
-    scores = np.random.default_rng(0).integers(-2, 3, (50, 12)).astype(np.float32)
+    """Many scores are equal, some are hidden, and half of the zeros are negative."""
+    random = np.random.default_rng(0)
+    scores = random.integers(-2, 3, (50, 12)).astype(np.float32)
     scores[scores == -2] = -np.inf
-    expected = np.zeros(scores.shape, bool)
+    scores[0, 2:] = -np.inf  # fewer than are selected
+    scores[(scores == 0) & (random.random(scores.shape) < 0.5)] = -0.0
+    expected, expected_indices = np.zeros(scores.shape, bool), np.full((50, 4), 12)
     for row, values in enumerate(scores):
         first = sorted(range(12), key=lambda i: -values[i])[:4]
-        expected[row, [i for i in first if values[i] > -np.inf]] = True
-    np.testing.assert_array_equal(highest(jnp.asarray(scores), 4), expected)
+        first = [i for i in first if values[i] > -np.inf]
+        expected[row, first] = True
+        expected_indices[row, : len(first)] = first
+    mask, indices = highest(jnp.asarray(scores), 4)
+    np.testing.assert_array_equal(mask, expected)
+    np.testing.assert_array_equal(indices, expected_indices)
+    assert (expected_indices == 12).any()
+    assert (np.signbit(scores) & (scores == 0)).any()
+
+
+# --- two ways to read a cache --------------------------------------------------------------------
+
+COUNTS = (0, 3, 40, 41, 96)
+"""The filled slots of rows: none, fewer than are selected, up to `REACH`, and more."""
+REACH = 40
+
+
+def cache_of(kind: str, counts: tuple[int, ...], slots: int = 96) -> tuple[Filled, Filled]:
+    """Return a cache of latents and rotated keys, and the same without pages.
+
+    Unfilled slots of pages hold NaN.
+    """
+    rows, page = len(counts), 8
+    parts = [
+        jax.random.normal(jax.random.key(i), (rows, 1, slots, dim)) for i, dim in enumerate((12, 4))
+    ]
+    entry = tuple(map(quantize, parts)) if "int8" in kind else tuple(parts)
+    plain = Filled(entry, jnp.asarray(counts))
+    if "pages" not in kind:
+        return plain, plain
+    table = np.random.default_rng(0).permutation(rows * slots // page).reshape(rows, -1)
+    is_filled = np.arange(slots) < np.asarray(counts)[:, None]
+
+    def pool(part):
+        hidden = np.where(is_filled.reshape(rows, 1, slots, *(1,) * (part.ndim - 3)), part, np.nan)
+        if part.dtype == jnp.int8:
+            hidden = part  # their scales are NaN
+        by_page = hidden.reshape(rows, 1, slots // page, page, *part.shape[3:])
+        pages = np.moveaxis(by_page, 2, 1).reshape(-1, 1, page, *part.shape[3:])
+        return jnp.asarray(pages[np.argsort(table.reshape(-1))], part.dtype)
+
+    return replace(plain, entry=jax.tree.map(pool, entry), table=jnp.asarray(table)), plain
+
+
+def read_both_ways(
+    cache: Filled, oracle: Filled, queries: int, topk: int, reach: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the attention output over a cache and a draft, and that with masks alone."""
+    rows, slots = cache.count.shape[0], cache.slots
+    random = np.random.default_rng(1)
+    scores = random.normal(size=(rows, queries, slots + queries)).astype(np.float32)
+    is_empty = np.arange(slots) >= np.asarray(cache.count)[:, None, None]
+    scores[..., :slots] = np.where(is_empty, -np.inf, scores[..., :slots])
+    mask, tokens = highest(jnp.asarray(scores), topk)
+    is_here = tokens < slots
+    drafted = tuple(jnp.asarray(random.normal(size=(rows, 1, queries, dim))) for dim in (12, 4))
+    q = tuple(jnp.asarray(random.normal(size=(rows, queries, 5, dim))) for dim in (12, 4))
+    masked = replace(oracle, selected=mask[..., :slots])
+    sparse = Sparse(
+        replace(cache, selected=mask[..., :slots]), jnp.where(is_here, tokens, 0), is_here, reach
+    )
+    draft = drafted, mask[..., slots:]
+    outputs = (attend(q, [piece, draft], values_part=0) for piece in (sparse, masked))
+    output, expected = map(np.asarray, outputs)
+    return output, expected
+
+
+@pytest.mark.full_except("1-pages")
+@pytest.mark.parametrize("kind", ["slots", "int8", "pages", "int8 pages"])
+@pytest.mark.parametrize("queries", [1, 7])
+def test_copies_are_attended_to_as_masked_slots_are(kind, queries) -> None:
+    output, expected = read_both_ways(*cache_of(kind, COUNTS), queries, topk=16, reach=REACH)
+    np.testing.assert_allclose(output, expected, atol=2e-6)
+
+
+def test_many_copies_are_made_in_blocks() -> None:
+    """The last block is not full."""
+    topk, queries = 301, 64
+    assert GATHERED < topk * queries < 2 * GATHERED
+    output, expected = read_both_ways(
+        *cache_of("slots", (350, 400), slots=400), queries, topk, reach=10
+    )
+    np.testing.assert_allclose(output, expected, atol=2e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [2, 3])
+def test_a_row_is_read_in_a_way_of_its_own(row) -> None:
+    """Compare the bits of a row beside long rows, beside short rows, and beside empty rows."""
+    outputs = []
+    for neighbour in (96, 20, 0):
+        counts = [neighbour] * len(COUNTS)
+        counts[row] = COUNTS[row]
+        cache = cache_of("slots", tuple(counts))
+        outputs.append(read_both_ways(*cache, queries=2, topk=16, reach=REACH)[0][row])
+    np.testing.assert_array_equal(outputs[1], outputs[0])
+    np.testing.assert_array_equal(outputs[2], outputs[0])
+
+
+@pytest.mark.parametrize(("reach", "is_whole"), [(599, False), (700, True)])
+def test_long_rows_are_never_read_as_a_whole(reach, is_whole) -> None:
+    """Entries that no query has selected are NaN, and a weight of 0 does not remove NaN."""
+    cache, _ = cache_of("slots", (600, 700), slots=1024)
+    assert cache.block_width(BLOCK) < cache.slots
+    entry = tuple(part.at[:, :, 8:].set(jnp.nan) for part in cache.entry)
+    slots = jnp.broadcast_to(jnp.arange(8), (2, 1, 8))
+    mask = jnp.broadcast_to(jnp.arange(1024) < 8, (2, 1, 1024))
+    sparse = Sparse(replace(cache, entry=entry, selected=mask), slots, slots >= 0, reach)
+    queries = jnp.ones((2, 1, 2, 12)), jnp.ones((2, 1, 2, 4))
+    output = np.asarray(attend(queries, [sparse], values_part=0))
+    assert np.isnan(output).all() if is_whole else np.isfinite(output).all()
 
 
 # --- transformers --------------------------------------------------------------------------------
@@ -184,10 +297,13 @@ def test_long_caches_are_scored_in_blocks(target) -> None:
 
 
 @pytest.mark.full
-def test_in_an_8_bit_cache_a_tree_is_as_each_path_alone(target) -> None:
+@pytest.mark.parametrize("length", [13, 150])
+def test_in_an_8_bit_cache_a_tree_is_as_each_path_alone(target, length) -> None:
+    """The entries that a tree selects in the long text are copied."""
     narrow = target.replace(cache_dtype="int8")
+    text = np.random.default_rng(7).integers(0, 11, (2, length)).astype(np.int32)
     drafted = np.random.default_rng(3).integers(0, 11, (2, len(PARENTS)))
-    _, cache = read_on(narrow, jnp.asarray(PROMPT), narrow.new_cache(2, 24))
+    _, cache = read_on(narrow, jnp.asarray(text), narrow.new_cache(2, 160))
     logits, _ = tree_logits(narrow, cache, drafted)
     for node, path in enumerate(paths()):
         alone = cache

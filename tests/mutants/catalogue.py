@@ -2199,4 +2199,34 @@ CATALOGUE = (
         tests=("tests/test_stored_folders.py::test_an_object_with_another_content_is_refused",),
         breaks="A file of a bucket with another content and the same size is taken for the stated one.",
     ),
+    Mutant(
+        name="zeros-of-two-signs-are-not-equal-scores",
+        file="specjax/models/sparse_attention.py",
+        old="scores = jnp.where(scores == 0, 0.0, scores)",
+        new="scores = jnp.where(scores == 0, scores, scores)",
+        tests=(
+            "tests/models/test_sparse_attention.py::test_the_highest_are_those_of_a_stable_sort",
+        ),
+        breaks="Of equal scores of 0, those with a positive sign are selected first.",
+    ),
+    Mutant(
+        name="copies-hold-stale-values",
+        file="specjax/models/attention/pieces.py",
+        old="return jnp.where(is_read, part, 0).reshape(-1, *part.shape[2:])",
+        new="return jnp.where(is_read, part, part).reshape(-1, *part.shape[2:])",
+        tests=(
+            "tests/models/test_sparse_attention.py::test_copies_are_attended_to_as_masked_slots_are[1-pages]",
+        ),
+        breaks="A row without filled slots reads what a page of another text holds.",
+    ),
+    Mutant(
+        name="short-rows-are-read-twice",
+        file="specjax/models/attention/pieces.py",
+        old="return split(self.slots), split(self.visible & self._is_long[:, None, None])",
+        new="return split(self.slots), split(self.visible)",
+        tests=(
+            "tests/models/test_sparse_attention.py::test_copies_are_attended_to_as_masked_slots_are[1-pages]",
+        ),
+        breaks="The cache of a short row counts twice beside the tokens of the call.",
+    ),
 )

@@ -9,6 +9,7 @@ from specjax.chips import CHIPS, Chip, find_chip
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.lowering import abstract
+from specjax.models import sparse_attention
 from specjax.models.published import PUBLISHED
 from specjax.planning import roofline, theory, work
 from specjax.planning.roofline import Pair, Trained
@@ -85,6 +86,34 @@ def test_index_keys_are_stored_and_read() -> None:
     attention = work.attention_work(config, batch=1, tokens=3, context=100)
     products = 78 * 64 * (512 + 64 + 512) + 21 * 32 * 128
     assert attention == work.Work(2 * 3 * 100 * products, 2 * 100 * numbers)
+
+
+@pytest.mark.parametrize(("tokens", "whole"), [(1, 6_144), (2, 12_288), (60, 12_288)])
+def test_selected_entries_of_long_texts_are_copied(tokens, whole) -> None:
+    """Count GLM-5.2 with 64 heads, of which two take the time of reading an entry.
+
+    A copy of an entry is read, written and read again.
+    """
+    config = PUBLISHED["glm-5.2"]
+    for context, copied in ((whole, False), (whole + 1, True), (131_072, True)):
+        multiplied, moved = (2048, 3 * tokens * 2048) if copied else (context, context)
+        products = 78 * 64 * (512 + 64 + 512) * multiplied + 21 * 32 * 128 * context
+        numbers = 78 * (512 + 64) * moved + 21 * 128 * context
+        attention = work.attention_work(config, batch=2, tokens=tokens, context=context)
+        assert attention == work.Work(2 * 2 * tokens * products, 2 * 2 * numbers)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 60])
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5.2"])
+def test_copies_are_made_where_they_take_less_time(name, tokens) -> None:
+    """The chip does 240 operations in the time of reading a byte, as a v5e does."""
+    config, chip = PUBLISHED[name], CHIPS["tpu-v5e"]
+    border = sparse_attention.reach(config, tokens)
+    every, copies = (
+        work.attention_work(config, 1, tokens, context).seconds(chip)
+        for context in (border, border + 1)
+    )
+    assert copies == pytest.approx(every, rel=0.15)
 
 
 def test_layers_that_differ_by_hand() -> None:

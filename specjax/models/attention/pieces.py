@@ -1,11 +1,21 @@
 """The pieces that attention reads: a cache's slots, a draft's scratch, the call's own tokens."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax.models.cache import Cache, Entry, PagedCache, by_group, groups_of, read_pages
+from specjax.models.cache import (
+    Cache,
+    Entry,
+    PagedCache,
+    by_group,
+    gather_entries,
+    groups_of,
+    read_pages,
+)
 
 BLOCK = 512
 """The number of slots of a short cache that attention reads at a time; see `block_width`."""
@@ -13,13 +23,23 @@ BLOCK = 512
 LOOP = "cache_blocks"
 """The name of the loop over the blocks of a cache in a compiled program."""
 
+SHORT_ROWS = "short_rows"
+"""The name of attention to the rows of a `Sparse` that are read as a whole."""
 
-def block_width(slots: int, block: int) -> int:
+GATHERED = 2**14
+"""The number of entries of a row that attention to a `Sparse` gathers at a time."""
+
+
+def block_width(slots: int, block: int, page: int | None = None) -> int:
     """Return how many slots of a cache with ``slots`` slots to read at a time.
 
     It is ``block`` for a short cache. The last block is read whole, even if few of its slots are
-    filled, so only a long cache has wider ones.
+    filled, so only a long cache has wider ones. In pages of ``page`` slots, it is some whole pages.
+    Pages are copied to contiguous memory before attention reads them. Their blocks are narrower, so
+    that fewer unfilled slots are copied in vain.
     """
+    if page is not None:
+        return min(slots, -(-block // (4 * page)) * page)
     return min(slots, block if slots < 8 * block else 2 * block)
 
 
@@ -61,15 +81,9 @@ class Filled:
         return slots if self.table is None else slots * self.table.shape[1]
 
     def block_width(self, block: int) -> int:
-        """Return how many slots to read at a time, as `block_width`; whole pages if paged.
-
-        Pages are copied to contiguous memory before attention reads them. Their blocks are
-        narrower, so that fewer unfilled slots are copied in vain.
-        """
-        if self.table is None:
-            return block_width(self.slots, block)
-        page = self.entry[0].shape[2]
-        return min(self.slots, -(-block // (4 * page)) * page)
+        """Return how many slots to read at a time, as `block_width`."""
+        page = None if self.table is None else self.entry[0].shape[2]
+        return block_width(self.slots, block, page)
 
     def block(self, start: jax.Array | int, width: int) -> tuple[Entry, jax.Array]:
         """Return the entries of ``width`` slots, and ``[B, T|1, width]`` bool, which are visible.
@@ -103,6 +117,84 @@ class Filled:
 
         return jax.tree.map(read, self.entry), visible
 
+    def gather(self, slots: jax.Array) -> Entry:
+        """Return the entries at ``slots [B, n]`` of each row, in that order.
+
+        In a paged cache, these entries alone are read, not their pages.
+        """
+        if self.table is None:
+            return gather_entries((self.entry,), slots)[0]
+        groups = groups_of(self.mesh)
+        return PagedCache((self.entry,), self.table, self.count, groups=groups).gather(slots)[0]
+
+
+@struct.dataclass
+class Sparse:
+    """The slots of a cache, of which each query reads a few (sparse attention).
+
+    There are two ways to read them. All filled slots of a row are read once for all queries, and
+    those that a query does not read are masked. Or the slots that each query reads are copied for
+    it, and nothing else is read. Which is cheaper depends on the number of filled slots. Each row
+    is read in the way that suits it, so that its output never depends on other rows.
+
+    Attributes:
+        filled: the cache; its ``selected`` are the slots that each query reads.
+        slots: ``[B, T, n]`` int32, the same slots in any order, and arbitrary ones.
+        visible: ``[B, T, n]`` bool, which of ``slots`` are not arbitrary.
+        reach: static, the largest number of filled slots of a row that is read as a whole.
+    """
+
+    filled: Filled
+    slots: jax.Array
+    visible: jax.Array
+    reach: int = struct.field(pytree_node=False)
+
+    @property
+    def entry(self) -> Entry:
+        """The parts of the entries, as in `Filled`."""
+        return self.filled.entry
+
+    @property
+    def short(self) -> Filled:
+        """The slots of the rows that are read as a whole; the rest of the rows is empty."""
+        return replace(self.filled, count=jnp.where(self._is_long, 0, self.filled.count))
+
+    @property
+    def _is_long(self) -> jax.Array:
+        return self.filled.count > self.reach
+
+    def blocks(self) -> tuple[jax.Array, jax.Array]:
+        """Return ``slots`` in blocks, and which of them a query of a long row reads.
+
+        Both are ``[blocks, B, T, width]``. A block has at most `GATHERED` slots of a row.
+        """
+        batch, queries, count = self.slots.shape
+        blocks = min(count, -(-count * queries // GATHERED))
+        width = -(-count // blocks)
+
+        def split(x: jax.Array) -> jax.Array:
+            padded = jnp.pad(x, ((0, 0), (0, 0), (0, blocks * width - count)))
+            return jnp.moveaxis(padded.reshape(batch, queries, blocks, width), 2, 0)
+
+        return split(self.slots), split(self.visible & self._is_long[:, None, None])
+
+    def gather(self, slots: jax.Array, visible: jax.Array) -> Entry:
+        """Return the entries ``[B * T, heads, width, dim]`` at ``slots [B, T, width]``.
+
+        Those that are not ``visible [B, T, width]`` are 0: beyond the filled slots a page may hold
+        NaN, and a weight of 0 does not remove these.
+        """
+        batch, queries, width = slots.shape
+        entry = self.filled.gather(slots.reshape(batch, -1))
+
+        def by_query(part: jax.Array) -> jax.Array:
+            part = part.reshape(*part.shape[:2], queries, width, *part.shape[3:])
+            part = jnp.moveaxis(part, 2, 1)
+            is_read = visible.reshape(batch, queries, 1, width, *(1,) * (part.ndim - 4))
+            return jnp.where(is_read, part, 0).reshape(-1, *part.shape[2:])
+
+        return jax.tree.map(by_query, entry)
+
 
 @struct.dataclass
 class Shared:
@@ -124,7 +216,7 @@ class Shared:
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
 
-Piece = tuple[Entry, jax.Array | None] | Filled | Shared
+Piece = tuple[Entry, jax.Array | None] | Filled | Sparse | Shared
 """The entries of some tokens in one layer, and their mask; or the slots of a cache; or a context.
 
 The mask is ``[B|1, T|1, S]`` bool: which of the S tokens each query sees. None: there is one token

@@ -17,7 +17,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece, Shared
+from specjax.models.attention.pieces import (
+    BLOCK,
+    LOOP,
+    SHORT_ROWS,
+    Filled,
+    Piece,
+    Shared,
+    Sparse,
+)
 from specjax.models.cache import Entry
 from specjax.models.primitives import LEAST, capped
 from specjax.models.quantized_cache import Part, dequantize, operand, rescaled
@@ -234,6 +242,8 @@ def _attend_all(
     def attend_to(piece: Piece) -> Attended:
         if isinstance(piece, Filled):
             return _attend_in_blocks(q, piece, values_part, piece.block_width(block), cap)
+        if isinstance(piece, Sparse):
+            return _attend_sparse(q, piece, values_part, block, cap)
         if isinstance(piece, Shared):
             return _attend_shared(q, piece, values_part, cap)
         return _attend_piece(q, *piece, values_part, cap)
@@ -339,12 +349,7 @@ def _attend_in_blocks(
 
     if width == filled.slots:
         return attend_at(0)
-    shape = q[0].shape[:-1]
-    empty = Attended(
-        top=jnp.full(shape, LEAST, jnp.float32),
-        mass=jnp.zeros(shape, jnp.float32),
-        total=jnp.zeros((*shape, filled.entry[values_part].shape[-1]), jnp.float32),
-    )
+    empty = _nothing(q[0].shape[:-1], filled.entry[values_part].shape[-1])
     blocks = -(-jnp.max(filled.count) // width)
     first = 0
     if filled.since is not None:  # empty rows do not lower the first block
@@ -354,3 +359,46 @@ def _attend_in_blocks(
         return jax.lax.fori_loop(
             first, blocks, lambda block, sums: sums.merge(attend_at(block * width)), empty
         )
+
+
+def _attend_sparse(
+    q: tuple[jax.Array, ...], sparse: Sparse, values_part: int, block: int, cap: float | None
+) -> Attended:
+    """Attend to short rows of a cache as a whole, and to selected slots of the long ones."""
+    batch, heads, queries, group, _ = q[0].shape
+    with jax.named_scope(SHORT_ROWS):
+        short = sparse.short
+        whole = _attend_in_blocks(q, short, values_part, short.block_width(block), cap)
+
+    def one_by_one(part: jax.Array) -> jax.Array:  # each query has entries that no other one reads
+        return part.swapaxes(1, 2).reshape(batch * queries, heads, 1, *part.shape[3:])
+
+    def together(part: jax.Array) -> jax.Array:
+        return part.reshape(batch, queries, heads, *part.shape[3:]).swapaxes(1, 2)
+
+    q = tuple(map(one_by_one, q))
+    dim = sparse.entry[values_part].shape[-1]
+    empty = _nothing((batch * queries, heads, 1, group), dim)
+
+    def attend_to(sums: Attended, slots: jax.Array, visible: jax.Array) -> Attended:
+        entry = sparse.gather(slots, visible)
+        shown = visible.reshape(batch * queries, 1, -1)
+        return sums.merge(_attend_piece(q, entry, shown, values_part, cap))
+
+    def attend_to_all(slots: jax.Array, visible: jax.Array) -> Attended:
+        return jax.lax.scan(
+            lambda sums, of_block: (attend_to(sums, *of_block), None), empty, (slots, visible)
+        )[0]
+
+    slots, visible = sparse.blocks()
+    gathered = jax.lax.cond(jnp.any(visible), attend_to_all, lambda *_: empty, slots, visible)
+    return whole.merge(jax.tree.map(together, gathered))
+
+
+def _nothing(shape: tuple[int, ...], dim: int) -> Attended:
+    """Return the output ``[B, kv_heads, T, G, dim]`` over no tokens, given all sizes but dim."""
+    return Attended(
+        top=jnp.full(shape, LEAST, jnp.float32),
+        mass=jnp.zeros(shape, jnp.float32),
+        total=jnp.zeros((*shape, dim), jnp.float32),
+    )
