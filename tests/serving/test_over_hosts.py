@@ -119,13 +119,13 @@ def test_other_processes_free_indices_that_nobody_needs(wire) -> None:
     answers = LeadingAnswers(2048, wire, most_tenants=1, idle_seconds=0)
     a, b = Tenant("a"), Tenant("b")
     answers.add(a, [1, 2, 3])
-    held = sorted_answers(answers, a)
+    on_its_way = sorted_answers(answers, a)
     for number in range(4):
         answers.add(a, [number, 4, 5])
         answers.wait()
-    wire.check(*held)
-    version = held[0]
-    del held
+    wire.check(*on_its_way)
+    version = on_its_way[0]
+    del on_its_way
     newest = sorted_answers(answers, a)[0]
     answers.add(b, [1, 2, 3])  # in place of a
     of_b = sorted_answers(answers, b)[0]
