@@ -27,7 +27,12 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
 from specjax.serving.choice import Copies
 from specjax.serving.device import MAX_STOP_TOKENS, ClientDrafts, EngineDevice, Sizes
-from specjax.serving.earlier_answers import NO_SEGMENT, check_answers, check_capacity
+from specjax.serving.earlier_answers import (
+    NO_SEGMENT,
+    EarlierAnswers,
+    check_answers,
+    check_capacity,
+)
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.thoughts import thought_tokens as thought_tokens_of
 
@@ -137,9 +142,7 @@ class EngineConfig:
             pages = max(pages, -(-capacity // page))
         widths = _widths(rows, widths, on_cpu and groups == 1)
         check_capacity(earlier_answers, rows)
-        check_answers(
-            earlier_answers, drafter, spans_processes=sharding.spans_processes(target.mesh)
-        )
+        check_answers(earlier_answers, drafter)
         choices, drafters = _drafters(target, drafter, shapes, max_prediction)
         sizes = Sizes(rows, widths, capacity, pages, page, chunk, steps, max_logprobs)
         config = cls(
@@ -214,6 +217,7 @@ class EngineConfig:
                 self.sizes,
                 self.clients,
                 has_grammars,
+                self.earlier_answers,
                 processes=together,
             )
         return EngineDevice(
@@ -225,6 +229,17 @@ class EngineConfig:
             self.penalties,
             self.earlier_answers,
         )
+
+    def answers(self, together: processes.Processes | None) -> EarlierAnswers | None:
+        """Return a store of earlier answers; None: none are kept.
+
+        The first of several processes has it, and the others repeat its sorting.
+        """
+        if not self.earlier_answers:
+            return None
+        if together is None:
+            return EarlierAnswers(self.earlier_answers)
+        return over_hosts.LeadingAnswers(self.earlier_answers, together)
 
     def placeholder_settings(self) -> dict[str, Any]:
         """Return the settings of a text without stop tokens, for the warm-up."""

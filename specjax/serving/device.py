@@ -219,7 +219,9 @@ class EngineDevice:
             self._answers = SuffixIndex.empty(sizes.rows, earlier_answers)
             if target.mesh is not None:  # once, and not in every call
                 everywhere = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
-                self._answers = jax.device_put(self._answers, everywhere)
+                self._answers = jax.tree.map(
+                    partial(sharding.put, sharding=everywhere), self._answers
+                )
             drafters = with_index(list(drafters), self._answers)
         self.target, self.drafters, self.sizes = target, drafters, sizes
         self.groups = groups_of(target.mesh)
@@ -280,7 +282,7 @@ class EngineDevice:
         # ``state`` stays what it was, because another thread may lower programs for it at any time.
         self._between: tuple[Any, Any, Draft] | None = None
         if self._answers is not None:  # so that the program is compiled
-            self.put_answers(0, SuffixIndex.on_host([]))
+            self.put_answers(0, SuffixIndex.on_host([]), version=0)
         self._mark = _mark
         self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MAX_READS)
 
@@ -289,12 +291,13 @@ class EngineDevice:
         """A drafter that is paused; None: there is none."""
         return next((drafter for drafter in self.drafters if is_paused(drafter)), None)
 
-    def put_answers(self, segment: int, answers: SuffixIndex) -> None:
+    def put_answers(self, segment: int, answers: SuffixIndex, version: int) -> None:
         """Put the earlier answers of a tenant into a segment of the drafters' index.
 
         Args:
             segment: the number of the segment.
             answers: an index of a single segment in numpy arrays, of at most the same capacity.
+            version: the version of the answers, by which other processes find theirs.
         """
         assert self._answers is not None
         padded = answers.padded(self._answers.capacity)

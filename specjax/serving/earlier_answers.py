@@ -87,25 +87,29 @@ class _TenantAnswers:
             else:
                 self.removed += needed
 
-    def changes(self) -> "_Changes":
+    def changes(self) -> "Changes":
         """Return what changed since the newest sort. Now another one begins."""
         new = list(itertools.islice(reversed(self.texts), self.unsorted))[::-1]
         end = self.removed + self.size - sum(len(text) + 1 for text in new)
-        changes = _Changes(self.index, new, self.removed, end)
+        changes = Changes(self.version, self.sorted_version, self.index, new, self.removed, end)
         self.removed = self.unsorted = 0
         return changes
 
 
-class _Changes(NamedTuple):
+class Changes(NamedTuple):
     """The differences between the answers of a tenant and those in its sorted index.
 
     Attributes:
+        version: the version of the answers.
+        sorted_version: the version of those in ``index``; 0: there are none.
         index: the sorted answers; None: there are none.
         texts: the texts that are not in ``index``.
         begin: the first place of ``index`` that stays.
         end: the place behind the last one that stays.
     """
 
+    version: int
+    sorted_version: int
     index: SuffixIndex | None
     texts: list[np.ndarray]
     begin: int
@@ -229,29 +233,38 @@ class EarlierAnswers:
         self._tenants.pop(tenant, None)
         self._unsorted.pop(tenant, None)
 
+    def _sorted(self, changes: Changes) -> SuffixIndex:
+        """Return the answers of a tenant after ``changes``. It needs no lock."""
+        return changes.applied()
+
     def _run(self) -> None:
         """Sort whatever changes. This is the body of the thread."""
         lower_priority()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._unsorted)
-                if self._is_closed:
-                    return
-                tenant, _ = self._unsorted.popitem(last=False)
-                answers = self._tenants[tenant]
-                changes, version, self._is_sorting = answers.changes(), answers.version, True
-            index = None
-            try:
-                index = changes.applied()
-            except Exception:  # such as too little memory: only drafts of this tenant are lost
-                _LOGGER.exception("earlier answers of a tenant cannot be sorted; they are dropped")
-            with self._changed:
-                if index is None:
-                    self._drop(tenant)
-                else:
-                    answers.index, answers.sorted_version = index, version
-                self._is_sorting = False
-                self._changed.notify_all()
+        while self._sort_next():
+            pass
+
+    def _sort_next(self) -> bool:
+        """Wait until the answers of some tenant change, and sort them. Return False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._unsorted)
+            if self._is_closed:
+                return False
+            tenant, _ = self._unsorted.popitem(last=False)
+            answers = self._tenants[tenant]
+            changes, self._is_sorting = answers.changes(), True
+        index = None
+        try:
+            index = self._sorted(changes)
+        except Exception:  # such as too little memory: only drafts of this tenant are lost
+            _LOGGER.exception("earlier answers of a tenant cannot be sorted; they are dropped")
+        with self._changed:
+            if index is None:
+                self._drop(tenant)
+            else:
+                answers.index, answers.sorted_version = index, changes.version
+            self._is_sorting = False
+            self._changed.notify_all()
+        return True
 
 
 class TenantSegments:
@@ -330,7 +343,7 @@ def check_capacity(capacity: int, rows: int) -> None:
         )
 
 
-def check_answers(capacity: int, drafter: Drafter, *, spans_processes: bool) -> None:
+def check_answers(capacity: int, drafter: Drafter) -> None:
     """Check that an engine with a drafter can keep so many tokens of answers for each tenant.
 
     Raises:
@@ -341,8 +354,4 @@ def check_answers(capacity: int, drafter: Drafter, *, spans_processes: bool) -> 
         raise InputError(
             f"earlier_answers={capacity}: the drafter does not search them; give a suffix drafter"
             " (--drafter suffix), alone or together with others"
-        )
-    if capacity and spans_processes:
-        raise InputError(
-            f"earlier_answers={capacity}: not supported on a mesh that spans processes; give 0"
         )

@@ -46,7 +46,7 @@ from specjax.serving.device import (
     EngineDevice,
     is_paused,
 )
-from specjax.serving.earlier_answers import EarlierAnswers, TenantSegments
+from specjax.serving.earlier_answers import TenantSegments
 from specjax.serving.handle import (
     EngineError,
     Handle,
@@ -144,8 +144,7 @@ class EngineLoop:
         self._idle_since: float | None = None
         self.handles: dict[Request, Handle] = {}
         self.clients = Clients(device, scheduler, self.wake)
-        capacity = config.earlier_answers
-        self.answers = EarlierAnswers(capacity) if capacity else None
+        self.answers = config.answers(together)
         self._segments = TenantSegments(self.sizes.rows)
         self.closing = False
         self.error: BaseException | None = None
@@ -556,7 +555,7 @@ class EngineLoop:
         }
         segment, is_new = self._segments.place(tenant, version, in_use)
         if is_new:
-            self.device.put_answers(segment, answers)
+            self.device.put_answers(segment, answers, version)
         return replace(row_text, segment=np.int32(segment))
 
     def _text_of(self, request: Request, settings: Mapping[str, Any]) -> device_rows.Text:

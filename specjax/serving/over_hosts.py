@@ -4,11 +4,19 @@ The first process has the engine: it takes the requests, and its clock and queue
 device does next. It sends each device call with its host arguments to the other processes, which
 make the same calls in the same order. The results need not be sent, because every device computes
 them.
+
+Earlier answers (`specjax.serving.earlier_answers`) are sorted by every process, because their new
+texts are much smaller than the sorted index. The first process sends the texts when it begins to
+sort them, and later the call that puts the result on the device. A thread of low priority sorts in
+each of the others, too. So they have the result at about the same time; the call waits until it is
+there.
 """
 
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -19,13 +27,16 @@ from specjax.decoding import remote_drafts
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter
 from specjax.drafters.pausable import ROOM
+from specjax.drafters.suffix_index import SuffixIndex
 from specjax.drafts.draft import Draft
 from specjax.drafts.tree import chain_parents
 from specjax.models.transformer import Target
 from specjax.processes import Processes
 from specjax.sampling import SAMPLING_NAMES
 from specjax.serving.device import ClientDrafts, EngineDevice, Sizes
+from specjax.serving.earlier_answers import Changes, EarlierAnswers
 from specjax.serving.programs import Programs
+from specjax.serving.threads import lower_priority
 
 
 class HostArray(msgspec.Struct, frozen=True, array_like=True):
@@ -144,6 +155,27 @@ class Rearrange(msgspec.Struct, frozen=True, tag="Rearrange"):
     order: HostArray
 
 
+class SortAnswers(msgspec.Struct, frozen=True, tag="SortAnswers"):
+    """The beginning of a sort of a tenant's earlier answers, see `Changes`.
+
+    ``forget`` has the versions of sorted answers that are not needed any more.
+    """
+
+    version: int
+    sorted_version: int
+    texts: list[HostArray]
+    begin: int
+    end: int
+    forget: list[int]
+
+
+class PutAnswers(msgspec.Struct, frozen=True, tag="PutAnswers"):
+    """A call of `EngineDevice.put_answers`."""
+
+    segment: int
+    version: int
+
+
 Call = (
     Admit
     | ReadCall
@@ -155,8 +187,13 @@ Call = (
     | RestoreRows
     | CatchUp
     | Rearrange
+    | SortAnswers
+    | PutAnswers
 )
-"""A call of `specjax.serving.device.EngineDevice`, as it is sent to the other processes."""
+"""A call of `specjax.serving.device.EngineDevice`, as it is sent to the other processes.
+
+`SortAnswers` is the one that a thread beside the engine's sends.
+"""
 
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Call)
 
@@ -181,12 +218,15 @@ class LeadingDevice(EngineDevice):
         sizes: Sizes,
         clients: ClientDrafts | None = None,
         grammars: bool = False,
+        earlier_answers: int = 0,
         *,
         processes: Processes,
     ) -> None:
         """Make the device, while the other processes run `specjax.serving.follow`."""
-        super().__init__(target, drafters, sizes, clients, grammars)
         self._processes, self._is_warm = processes, False
+        super().__init__(
+            target, drafters, sizes, clients, grammars, earlier_answers=earlier_answers
+        )
         self._reads = 0
         # Indices of prefix states that were freed. Finalizers append to it in any thread, which a
         # deque allows without a lock.
@@ -338,13 +378,97 @@ class LeadingDevice(EngineDevice):
         self._send(Rearrange(HostArray.of(order)))
         super().rearrange(order)
 
+    def put_answers(self, segment: int, answers: SuffixIndex, version: int) -> None:
+        """Send the call, and make it as `EngineDevice.put_answers`."""
+        self._send(PutAnswers(segment, version))
+        super().put_answers(segment, answers, version)
+
     def _send(self, call: Call) -> None:
         if self._is_warm:  # until then all processes make the same calls by themselves
             self._processes.send(_ENCODER.encode(call))
 
 
+class LeadingAnswers(EarlierAnswers):
+    """The `EarlierAnswers` of the first process, which lets all others sort what it sorts."""
+
+    def __init__(self, capacity: int, processes: Processes, **options: Any) -> None:
+        """Start the thread, with the arguments of `EarlierAnswers`."""
+        self._processes = processes
+        # The versions of indices that were freed. Finalizers append to it in any thread.
+        self._forgotten: deque[int] = deque()
+        super().__init__(capacity, **options)
+
+    def _sorted(self, changes: Changes) -> SuffixIndex:
+        forget = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        texts = [HostArray.of(text) for text in changes.texts]
+        places = changes.begin, changes.end
+        call = SortAnswers(changes.version, changes.sorted_version, texts, *places, forget)
+        self._processes.send(_ENCODER.encode(call))
+        try:
+            index = super()._sorted(changes)
+        except BaseException:
+            self._forgotten.append(changes.version)
+            raise
+        # The other processes may free theirs when no tenant has this one any more, and it is not on
+        # its way to the device.
+        weakref.finalize(index, self._forgotten.append, changes.version).atexit = False
+        return index
+
+
+class FollowingAnswers:
+    """The sorted earlier answers of a process that repeats the calls of the first one.
+
+    A thread of low priority sorts them, in the order of the calls.
+
+    Examples:
+        >>> from specjax.serving.over_hosts import FollowingAnswers, HostArray, SortAnswers
+        >>> answers = FollowingAnswers()
+        >>> answers.sort(SortAnswers(1, 0, [HostArray.of(np.int32([5, 7, 8]))], 0, 0, []))
+        >>> answers.sort(SortAnswers(2, 1, [HostArray.of(np.int32([6]))], 0, 4, []))
+        >>> answers.index(2).tokens.tolist()  # with the end of each text, and of the segment
+        [5, 7, 8, -1, 6, -1, -1]
+        >>> answers.close()
+    """
+
+    def __init__(self) -> None:
+        """Begin without answers."""
+        self._thread = ThreadPoolExecutor(1, "specjax-answers", initializer=lower_priority)
+        self._indices: dict[int, Future[SuffixIndex]] = {}  # by version
+
+    def sort(self, call: SortAnswers) -> None:
+        """Begin to sort. It returns at once."""
+        before = self._indices[call.sorted_version] if call.sorted_version else None
+        for version in call.forget:
+            del self._indices[version]
+        self._indices[call.version] = self._thread.submit(_sorted_after, before, call)
+
+    def index(self, version: int) -> SuffixIndex:
+        """Return the sorted answers of a version, as soon as they are there."""
+        return self._indices[version].result()
+
+    def close(self) -> None:
+        """End the thread, and drop all answers."""
+        self._thread.shutdown(cancel_futures=True)
+        self._indices.clear()
+
+
+def _sorted_after(before: Future[SuffixIndex] | None, call: SortAnswers) -> SuffixIndex:
+    """Return the sorted answers after a call; ``before`` has the index that it changes."""
+    # The only thread has ended the earlier sort.
+    index = None if before is None else before.result()
+    texts = [text.array() for text in call.texts]
+    return Changes(call.version, call.sorted_version, index, texts, call.begin, call.end).applied()
+
+
 def repeat_calls(device: EngineDevice, processes: Processes) -> None:
     """Make the calls of the first process on the ``device`` of this one, until it sends no more."""
+    with closing(FollowingAnswers()) as answers:
+        _repeat_calls(device, processes, answers)
+    device.release()
+
+
+def _repeat_calls(device: EngineDevice, processes: Processes, answers: FollowingAnswers) -> None:
+    """Make the calls of the first process, until it sends no more."""
     prefix_states: dict[int, Any] = {}
     reads, before = 0, None
     while (message := processes.receive()) is not None:
@@ -390,7 +514,18 @@ def repeat_calls(device: EngineDevice, processes: Processes) -> None:
                 device.catch_up(table.array(), most)
             case Rearrange(order):
                 device.rearrange(order.array())
-    device.release()
+            case SortAnswers() | PutAnswers() as call:
+                _repeat_with_answers(device, answers, call)
+
+
+def _repeat_with_answers(
+    device: EngineDevice, answers: FollowingAnswers, call: SortAnswers | PutAnswers
+) -> None:
+    """Begin to sort earlier answers, or put sorted ones on the device."""
+    if isinstance(call, SortAnswers):
+        answers.sort(call)
+    else:
+        device.put_answers(call.segment, answers.index(call.version), call.version)
 
 
 def _repeat_masked(device: EngineDevice, call: Propose | Advance) -> None:

@@ -2172,6 +2172,36 @@ CATALOGUE = (
         breaks="An answer that is removed during an insertion stays in the index for ever.",
     ),
     Mutant(
+        name="answers-that-went-stay-on-the-other-hosts",
+        file="specjax/serving/over_hosts.py",
+        old="call.begin, call.end).applied()",
+        new="0, call.end).applied()",
+        tests=(
+            "tests/serving/test_over_hosts.py::test_other_processes_sort_what_the_first_one_sorts",
+        ),
+        breaks="Only the first of several processes removes a tenant's oldest answers from its index.",
+    ),
+    Mutant(
+        name="other-hosts-free-an-index-on-its-way-to-the-device",
+        file="specjax/serving/over_hosts.py",
+        old="before = self._indices[call.sorted_version] if call.sorted_version else None",
+        new="before = self._indices.pop(call.sorted_version) if call.sorted_version else None",
+        tests=(
+            "tests/serving/test_over_hosts.py::test_other_processes_free_indices_that_nobody_needs",
+        ),
+        breaks="An index that the first process is about to put on the device is gone in the others.",
+    ),
+    Mutant(
+        name="other-hosts-free-no-index",
+        file="specjax/serving/over_hosts.py",
+        old="weakref.finalize(index, self._forgotten.append, changes.version).atexit = False",
+        new="weakref.finalize(index, id, changes.version).atexit = False",
+        tests=(
+            "tests/serving/test_over_hosts.py::test_other_processes_free_indices_that_nobody_needs",
+        ),
+        breaks="All processes but the first keep every index that they ever sorted.",
+    ),
+    Mutant(
         name="a-manifest-replaces-whatever-is-there",
         file="specjax/stored_folders.py",
         old="if present is None or present.writer not in tried:",
