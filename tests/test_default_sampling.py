@@ -458,6 +458,7 @@ def test_every_other_caller_of_load_states_that_it_does_not_read_them() -> None:
     assert {path for path, stated in calls.items() if set(stated) != {"None"}} == readers
 
 
+@pytest.mark.full
 def test_an_engine_reads_none_for_a_client(generate) -> None:
     """Check that a client's text does not depend on the file of the server.
 

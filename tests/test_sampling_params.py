@@ -106,6 +106,7 @@ def test_a_batch_takes_the_distribution_alone() -> None:
     assert type(SamplingParams(temperature=0.5).with_explicit(top_k=3)) is Sampling
 
 
+@pytest.mark.full
 def test_an_engine_gives_the_same_text_for_the_object_and_for_its_fields() -> None:
     generate = specjax.load("embedded")
     with specjax.serving.Engine(generate, rows=2, widths=(2,), capacity=64, warm=False) as engine:

@@ -159,6 +159,7 @@ def test_greedy_rows_and_rows_without_a_grammar_stay_what_they_are() -> None:
     assert mixed.grammar_completed[0]
 
 
+@pytest.mark.full
 def test_a_stream_gives_the_same_text_and_a_second_call_compiles_nothing() -> None:
     target, model = models()
     grammar = compiler().compile(GRAMMARS["schema"])

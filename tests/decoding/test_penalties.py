@@ -222,6 +222,7 @@ def test_a_batch_that_states_nothing_runs_the_program_of_before() -> None:
     assert compilations() == before
 
 
+@pytest.mark.full
 def test_a_stop_token_waits_for_its_minimum_beside_penalties() -> None:
     """Check min_new_tokens together with a bias that would end each text at once."""
     rows = [{"temperature": 0.9, "logit_bias": {6: 50.0}, "presence_penalty": 0.5}] * 3

@@ -75,6 +75,7 @@ def of_anchors(drafter, target, text):
     )
 
 
+@pytest.mark.full_except("causal")
 @pytest.mark.parametrize("variant", DFLASH)
 def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_path) -> None:
     needs_speculators()
@@ -89,7 +90,7 @@ def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_pat
     np.testing.assert_array_equal(chains, blocks.chains)
 
 
-@pytest.mark.full_except("no Markov head", "own vocabulary")
+@pytest.mark.full_except("no Markov head")
 @pytest.mark.parametrize("variant", DSPARK)
 @pytest.mark.represents("DSpark's drafts")
 def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_path) -> None:
@@ -552,6 +553,7 @@ def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) 
     assert np.abs(block[[0, 2]] - whole[[0, 2]]).max() > 1e-3
 
 
+@pytest.mark.full_except("jetspec")
 @pytest.mark.parametrize("which", RINGED)
 def test_a_small_cache_that_holds_the_text_changes_nothing(which, features) -> None:
     target, drafter = tiny_target(), with_more_weight(RINGED[which]())

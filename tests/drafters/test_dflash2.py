@@ -54,7 +54,7 @@ def target(text) -> Target:
 # --- against the oracles ---
 
 
-@pytest.mark.full_except("options1", "options2")
+@pytest.mark.full_except("options2")
 @pytest.mark.parametrize("options", [{}, {"sample_from_anchor": True}, {"conv_kernel_size": 3}])
 def test_a_chain_is_that_of_speculators(options, text, target, tmp_path) -> None:
     needs_speculators()
@@ -87,6 +87,7 @@ ZLAB = {  # fields of config.json, and the options of the slow oracle that they 
 }
 
 
+@pytest.mark.full_except("plain")
 @pytest.mark.parametrize("variant", ZLAB)
 def test_z_lab_s_layout_is_read_and_written(variant, text, target, tmp_path) -> None:
     needs_speculators()
@@ -131,6 +132,13 @@ FACTORS_AT = {  # fields inside of dflash_config, fields outside of it, and the 
 }
 
 
+@pytest.mark.full_except(
+    "a bound alone-dflash",
+    "a factor alone-dflash",
+    "beside it-dflash",
+    "in both, of which the inner ones count-dflash2",
+    "in dflash_config-dflash",
+)
 @pytest.mark.parametrize("method", ["dflash", "dflash2"])
 @pytest.mark.parametrize("which", FACTORS_AT)
 def test_factors_of_embeddings_and_logits_are_those_of_z_lab(
@@ -193,6 +201,7 @@ def test_a_bound_of_the_drafter_takes_the_place_of_the_target_s() -> None:
         np.testing.assert_allclose(changed.logits(target, states), expected, atol=1e-4)
 
 
+@pytest.mark.full_except("DFlash2")
 @pytest.mark.parametrize("kind", [DFlash, DFlash2])
 def test_with_factors_a_greedy_text_is_the_target_s(kind) -> None:
     target = tiny_target()

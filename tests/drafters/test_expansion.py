@@ -161,6 +161,7 @@ def check_places(parents: np.ndarray, places: np.ndarray, shape) -> None:
     np.testing.assert_array_equal(read // shape.width, depths[places >= 0] - 1)
 
 
+@pytest.mark.full_except("0.0-read_path-gaps", "0.0-read_table-eagle", "1.0-read_table-medusa")
 @pytest.mark.parametrize(
     "choices",
     [EAGLE_TREE, MEDUSA_TREE, ((1,), (1, 2), (0,), (1, 2, 0))],
@@ -286,6 +287,12 @@ BY_DEPTH = [
 ]
 
 
+@pytest.mark.full_except(
+    "coupled-dynamic tree, 6 nodes, 4 deep",
+    "drawn-static tree, 6 nodes, 3 deep",
+    "greedy-chain of 4",
+    "greedy-chain of 4, ending below 0.7",
+)
 @pytest.mark.parametrize("shape", BY_DEPTH, ids=str)
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
 def test_expand_by_depth_equals_expand_with_the_same_logits_at_every_node_of_a_depth(

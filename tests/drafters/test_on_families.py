@@ -107,7 +107,7 @@ GREEDY_OFTEN = [
 ]
 
 
-@pytest.mark.full_except("plain-olmo3", "plain-phi3", "plain-phi3 turned in part", "plain-smollm3")
+@pytest.mark.full_except("plain-phi3 turned in part")
 @pytest.mark.parametrize(
     ("method", "name"),
     thoroughly([(method, name) for method in FREE for name in NAMES], GREEDY_OFTEN),

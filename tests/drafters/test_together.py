@@ -252,6 +252,7 @@ def test_tokens_are_counted_for_the_parts_that_offered_them(target) -> None:
     assert stats.accepted_only_by == (3, 0, 0)
 
 
+@pytest.mark.full
 def test_tokens_after_the_end_of_a_text_are_not_counted(target) -> None:
     plain = specjax.generate(target, None, PROMPTS[:1], max_new_tokens=4)
     text = jnp.asarray(plain.tokens[0, 6:])

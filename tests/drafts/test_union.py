@@ -94,6 +94,7 @@ def test_the_first_nodes_are_a_draft() -> None:
         assert paths_of(short, row) == paths_of(union, row)[:most]
 
 
+@pytest.mark.full_except("11")
 @pytest.mark.parametrize("most", [11, 14, 19])
 def test_the_last_part_has_the_nodes_that_the_others_leave(most) -> None:
     """A union with a limit has the first nodes of the union without one."""

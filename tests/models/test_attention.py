@@ -113,6 +113,9 @@ KERNELS = {  # with settings for small sizes
 }
 
 
+@pytest.mark.full_except(
+    "1-10-nothing-gpu", "5-10-scratch and own-gpu, splits", "60-None-scratch and own-tpu"
+)
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize(
     ("count", "window", "beside"),
@@ -216,6 +219,12 @@ def in_pages(cached: Filled, page: int, groups: int = 1) -> Filled:
     )
 
 
+@pytest.mark.full_except(
+    "5-33-each its own-16-gpu",
+    "5-33-each its own-16-gpu, splits",
+    "5-33-each its own-16-plain",
+    "60-10-scratch and own-16-tpu",
+)
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(
     "page",
@@ -315,6 +324,7 @@ def test_a_tpu_fetches_no_page_that_a_row_does_not_hold(monkeypatch) -> None:
         assert changed == 2 * max(0, len(row_pages) - k)
 
 
+@pytest.mark.full_except("1-16", "1000-4", "1000-80")
 @pytest.mark.parametrize("dim", [4, 16, 80])
 @pytest.mark.parametrize("programs", [1, 1000])
 def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -> None:
@@ -330,6 +340,9 @@ def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -
     np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
+@pytest.mark.full_except(
+    "None-1-True-specjax.models.attention.gpu", "None-2-False-specjax.models.attention.tpu"
+)
 @pytest.mark.parametrize("module", [tpu, gpu])
 @pytest.mark.parametrize(("kv_heads", "beside"), [(KV, True), (1, True), (KV, False)])
 @pytest.mark.parametrize("page", [None, pytest.param(16, marks=pytest.mark.thorough)])
@@ -369,6 +382,12 @@ def in_8_bits(pieces) -> list:
     return [quantized(piece) for piece in pieces]
 
 
+@pytest.mark.full_except(
+    "1-None-nothing-4-None-None-gpu",
+    "5-10-scratch and own-2-16-2.0-tpu",
+    "5-33-each its own-3-8-None-gpu, splits",
+    "60-10-scratch and own-3-None-None-plain",
+)
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(
     ("count", "window", "beside", "group", "page", "cap"),
@@ -594,6 +613,14 @@ def by_kernels_or_plainly(device: str, monkeypatch):
     return partial(by_device._attend_by_kernel, kernel=module.attend_in_kernel, interpret=True)
 
 
+@pytest.mark.full_except(
+    "1-10-nothing-1-16-False-2.0-plain",
+    "1-None-nothing-4-None-True-None-gpu, splits",
+    "1-None-nothing-4-None-True-None-tpu",
+    "5-10-scratch and own-2-None-True-2.0-tpu",
+    "5-33-each its own-3-16-True-2.0-gpu",
+    "60-10-scratch and own-3-None-True-None-tpu",
+)
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(
     ("count", "window", "beside", "group", "page", "with_sinks", "cap"),

@@ -38,13 +38,7 @@ def dynamic_parents() -> jax.Array:
 
 
 @pytest.mark.full_except(
-    "dynamic_parents-deepseek_v3",
-    "dynamic_parents-qwen3_moe",
-    "dynamic_parents-tiny",
-    "dynamic_parents-windows",
-    "static_parents-qwen3_moe",
-    "static_parents-tiny",
-    "static_parents-windows",
+    "dynamic_parents-deepseek_v3", "dynamic_parents-tiny", "static_parents-windows"
 )
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("parents", [static_parents, dynamic_parents])

@@ -73,6 +73,7 @@ def test_the_chance_of_acceptance_is_what_p_and_q_have_in_common(ids) -> None:
     assert np.all(np.exp(log_chance) <= p.sum(axis=-1) + 1e-6)
 
 
+@pytest.mark.full
 def test_the_losses_of_acceptance_are_those_of_speculators() -> None:
     """Compare the losses over all tokens.
 

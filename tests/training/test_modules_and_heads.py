@@ -33,6 +33,7 @@ def of_labels(labels: str, theirs: np.ndarray, ours: np.ndarray, step: int, t: i
     return -np.exp(log_softmax(theirs[t + 1 + step].astype(np.float64))) @ log_q
 
 
+@pytest.mark.full_except("target")
 @pytest.mark.parametrize("labels", ["text", "target"])
 def test_each_head_learns_the_token_that_far_ahead(labels) -> None:
     student = strong(Medusa.init(TARGET, jax.random.key(1), heads=3))
@@ -56,6 +57,7 @@ def test_each_head_learns_the_token_that_far_ahead(labels) -> None:
     )
 
 
+@pytest.mark.full_except("target-3-0")
 @pytest.mark.parametrize(
     ("labels", "modules", "steps"), [("text", 3, 0), ("target", 3, 0), ("target", 2, 3)]
 )

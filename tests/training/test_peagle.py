@@ -108,6 +108,7 @@ def test_every_place_drafts_as_the_drafter_does(kind) -> None:
     assert min(differences) > 1e-2  # places and depths differ
 
 
+@pytest.mark.full_except("plain-True-cross_entropy")
 @pytest.mark.parametrize(
     ("kind", "remat", "loss"),
     [
