@@ -297,7 +297,8 @@ class EngineDevice:
         Args:
             segment: the number of the segment.
             answers: an index of a single segment in numpy arrays, of at most the same capacity.
-            version: the version of the answers, by which other processes find theirs.
+            version: the version of the answers, by which other processes find theirs; 0: the empty
+                index of the warm-up, which is not sent.
         """
         assert self._answers is not None
         padded = answers.padded(self._answers.capacity)

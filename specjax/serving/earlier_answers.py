@@ -7,7 +7,8 @@ index of its own, with a size of its own, and its oldest answers go for its own 
 whether a new tenant finds a place, among so many, depends on others.
 
 The host inserts each answer into the sorted index of its tenant, in a thread of low priority. No
-step waits for that: until it is done, drafts come from the index before.
+step of a single process waits for that: until it is done, drafts come from the index before. For
+several processes see `specjax.serving.over_hosts`.
 """
 
 import itertools

@@ -8,10 +8,11 @@ them.
 Earlier answers (`specjax.serving.earlier_answers`) are sorted by every process, because their new
 texts are much smaller than the sorted index. The first process sends the texts when it begins to
 sort them, and later the call that puts the result on the device. A thread of low priority sorts in
-each of the others, too. So they have the result at about the same time; the call waits until it is
-there.
+each of the others, too. A call waits until the result is there, and so do all texts. A process that
+cannot sort ends at that call, and with it the engine: all devices must have the same index.
 """
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -190,11 +191,13 @@ Call = (
     | SortAnswers
     | PutAnswers
 )
-"""A call of `specjax.serving.device.EngineDevice`, as it is sent to the other processes.
+"""A message to the other processes.
 
-`SortAnswers` is the one that a thread beside the engine's sends.
+It is a call of `specjax.serving.device.EngineDevice`, or `SortAnswers`, which the thread that sorts
+sends.
 """
 
+_LOGGER = logging.getLogger(__name__)
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Call)
 
 
@@ -399,9 +402,9 @@ class LeadingAnswers(EarlierAnswers):
         super().__init__(capacity, **options)
 
     def _sorted(self, changes: Changes) -> SuffixIndex:
-        forget = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         texts = [HostArray.of(text) for text in changes.texts]
         places = changes.begin, changes.end
+        forget = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         call = SortAnswers(changes.version, changes.sorted_version, texts, *places, forget)
         self._processes.send(_ENCODER.encode(call))
         try:
@@ -454,10 +457,14 @@ class FollowingAnswers:
 
 def _sorted_after(before: Future[SuffixIndex] | None, call: SortAnswers) -> SuffixIndex:
     """Return the sorted answers after a call; ``before`` has the index that it changes."""
-    # The only thread has ended the earlier sort.
-    index = None if before is None else before.result()
-    texts = [text.array() for text in call.texts]
-    return Changes(call.version, call.sorted_version, index, texts, call.begin, call.end).applied()
+    try:
+        index = None if before is None else before.result()  # one thread sorts, so it is done
+        texts = [text.array() for text in call.texts]
+        changes = Changes(call.version, call.sorted_version, index, texts, call.begin, call.end)
+        return changes.applied()
+    except Exception:
+        _LOGGER.exception("earlier answers cannot be sorted; the engine ends when it needs them")
+        raise
 
 
 def repeat_calls(device: EngineDevice, processes: Processes) -> None:

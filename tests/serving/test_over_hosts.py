@@ -179,4 +179,4 @@ def test_two_processes_draft_from_earlier_answers_as_one_does(directory) -> None
         json.loads((directory / f"puts{number}.json").read_text()) for number in range(2)
     )
     assert of_first == of_second
-    assert len(set(of_first)) > 10
+    assert len(set(of_first)) >= 6  # the empty one, and one for each of five texts

@@ -43,6 +43,8 @@ class Served:
         self.engine = engine
         self.loop = engine._loop
         drafts = self.loop.choice.drafts
+        few, none = WHOLE.splits[1:]
+        assert drafts == (None, WHOLE, Chain(4), few, none)
         levels = [0, 4, 4, 1, 0]
         nodes = [0 if draft is None else draft.nodes - 1 for draft in drafts]
         self.seconds = [
@@ -123,5 +125,6 @@ def test_an_engine_ends_at_the_best_split_for_what_is_written(
     before = Counter(choice.decisions)
     served.write(text, range(8))
     late = Counter(choice.decisions) - before
+    assert late.total() > 20
     assert late[1, index] >= 0.8 * late.total()
     assert choice.rate(1, index) == pytest.approx(rates[index], rel=0.15)
