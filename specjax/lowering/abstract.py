@@ -224,11 +224,13 @@ def bytes_of_pass(target: Target, cache: Any) -> int:
 
 
 def bytes_not_selected(target: Target, layers: Entries, queries: int) -> int:
-    """Return the bytes of a cache on one device that sparse attention leaves out in a pass.
+    """Return the bytes of a full cache on one device that sparse attention leaves out in a pass.
+
+    The nodes of a tree select many of the same tokens. They count for each, as they are copied.
 
     Args:
         target: the target.
-        layers: the entries of its cache, full to the end.
+        layers: the entries of its cache.
         queries: the number of tokens of a row in the pass.
     """
     config, slots = target.config, num_slots(layers)

@@ -23,6 +23,7 @@ from specjax.errors import InputError
 from specjax.lowering import abstract, hlo
 from specjax.lowering.topologies import compiler_options
 from specjax.models.attention import BLOCK, LOOP, SHORT_ROWS, block_width
+from specjax.models.sparse_attention import devices_of
 from specjax.models.transformer import Target
 from specjax.planning.work import attention_work, product_work
 from specjax.progress import waiting
@@ -330,7 +331,13 @@ def _flops(setup: Setup, drafter: Drafter) -> float:
     They are the target's pass over the draft, and two for each weight and node of a level.
     """
     config, batch, draft = setup.target.config, setup.batch, drafter.draft_shape
-    attention = attention_work(config, batch, draft.nodes, setup.context + setup.new_tokens).flops
+    attention = attention_work(
+        config,
+        batch,
+        draft.nodes,
+        setup.context + setup.new_tokens,
+        devices=devices_of(setup.mesh),
+    ).flops
     target_flops = (product_work(config, batch * draft.nodes).flops + attention) / setup.mesh.size
     reads = drafter.drafting_reads(setup.target)
     weights = draft.depth * abstract.numbers_of_one(reads.level) + abstract.numbers_of_one(

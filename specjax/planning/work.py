@@ -62,7 +62,12 @@ def product_work(config: ModelConfig, rows: int, weight_bytes: float = 2.0) -> W
 
 
 def attention_work(
-    config: ModelConfig, batch: int, tokens: int, context: int, kv_bytes: float = 2.0
+    config: ModelConfig,
+    batch: int,
+    tokens: int,
+    context: int,
+    kv_bytes: float = 2.0,
+    devices: int = 1,
 ) -> Work:
     """Return the work of attention of B rows of T tokens over S cached tokens.
 
@@ -73,7 +78,8 @@ def attention_work(
     because they are few compared to S. A layer with an indexer (sparse attention) reads its index
     keys and multiplies its own queries with them as well. Its latents and rotated keys are all read
     and masked, or those that are selected are copied, as `specjax.models.sparse_attention.reach`
-    says; a copy moves their bytes three times. The selection itself is left out. A layer with a
+    says for so many ``devices`` that share the heads; a copy moves their bytes three times. The
+    selection itself is left out. The work is that of all devices together. A layer with a
     state reads that instead, or as well, whatever S is, and multiplies each token's key and query
     with it; for commits see `commit_work`.
 
@@ -90,7 +96,7 @@ def attention_work(
     products, numbers = 0, 0
     for kind, layers in _kinds_of_attention(config):
         visible = min(context, kind.window or context)
-        multiplied, moved = _entries_of_pass(config, tokens, visible)
+        multiplied, moved = _entries_of_pass(config, tokens, visible, devices)
         products += layers * (multiplied * kind.products + visible * kind.index_products)
         numbers += layers * (moved * kind.numbers + visible * kind.index_numbers)
     states = sum(sizes.state_size for sizes in _states(config))
@@ -220,9 +226,11 @@ def _kinds_of_attention(config: ModelConfig) -> tuple[tuple[_Kind, int], ...]:
     return tuple(kinds.items())
 
 
-def _entries_of_pass(config: ModelConfig, tokens: int, visible: int) -> tuple[int, int]:
+def _entries_of_pass(
+    config: ModelConfig, tokens: int, visible: int, devices: int
+) -> tuple[int, int]:
     """Return with how many entries a token of a row is multiplied, and how many the row moves."""
-    if config.indexer is None or visible <= sparse_attention.reach(config, tokens):
+    if config.indexer is None or visible <= sparse_attention.reach(config, tokens, devices):
         return visible, visible
     return config.indexer.topk, sparse_attention.MOVES * tokens * config.indexer.topk
 

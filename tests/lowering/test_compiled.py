@@ -38,6 +38,7 @@ from specjax.lowering.compiled import Setup, compile_program, compile_step
 from specjax.models import config_json
 from specjax.models.config import MLA, Indexer
 from specjax.models.published import published
+from specjax.models.sparse_attention import reach
 from specjax.models.states import State
 from specjax.models.transformer import Target
 from specjax.planning.work import attention_work
@@ -256,6 +257,25 @@ def test_selected_entries_of_a_long_text_are_read_alone(page) -> None:
     assert works[1] - works[0] == latents * 61 / 64  # a copy is moved three times
     assert whole.decode.bytes - copied.decode.bytes > latents * 61 / 64
     assert whole.flops > copied.flops
+
+
+def test_heads_that_devices_share_decide_whether_entries_are_copied() -> None:
+    """Count the operations of a tree on two devices, of which each has half of the heads."""
+    config = tiny_config(
+        **SPARSE | {"num_heads": 128, "num_kv_heads": 128, "indexer": Indexer(4, 6, topk=5)}
+    )
+    nodes, context = 60, 25
+    assert reach(config, nodes) < context < reach(config, nodes, devices=2)
+    drafter, flops = PromptLookup(draft=Chain(nodes - 1)), []
+    for devices in (1, 2):
+        mesh = make_mesh(1, devices)
+        target = abstract.abstract_model(config, mesh, jnp.float32)
+        setup = Setup(target, mesh, CHIP, 1, context - 5, 5)
+        flops.append(devices * compiled._flops(setup, drafter))
+    copied, whole = (
+        attention_work(config, 1, nodes, context, devices=devices).flops for devices in (1, 2)
+    )
+    assert flops[1] - flops[0] == whole - copied > 0
 
 
 # --- what drafting must read ----------------------------------------------------------------------

@@ -19,7 +19,7 @@ from specjax.models.attention import BLOCK, GATHERED, Filled, Sparse, attend
 from specjax.models.cache import PagedCache, groups_of
 from specjax.models.config import MLA
 from specjax.models.quantized_cache import quantize
-from specjax.models.sparse_attention import highest
+from specjax.models.sparse_attention import Selection, highest, reach, selected
 from specjax.models.transformer import Target
 from specjax.training.objectives.windows import read_student
 from tests.conftest import SHAPES, SPARSE, tiny_config, tiny_target
@@ -113,14 +113,46 @@ def test_copies_are_attended_to_as_masked_slots_are(kind, queries) -> None:
     np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
-def test_many_copies_are_made_in_blocks() -> None:
-    """The last block is not full."""
-    topk, queries = 301, 64
+def test_many_copies_are_made_for_some_queries_at_a_time() -> None:
+    """The last group of queries is not full."""
+    topk, queries = 301, 61
     assert GATHERED < topk * queries < 2 * GATHERED
     output, expected = read_both_ways(
         *cache_of("slots", (350, 400), slots=400), queries, topk, reach=10
     )
     np.testing.assert_allclose(output, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_selection_is_read_wherever_the_cache_stands(is_first, is_copied) -> None:
+    """Compare the tokens that are read with the mask of the selection."""
+    config = tiny_config(**SPARSE)
+    slots, queries = reach(config, queries=2) + is_copied, 2
+    parts = jnp.ones((1, 1, slots, 12)), jnp.ones((1, 1, slots, 4)), jnp.ones((1, 1, slots, 6))
+    cache = Filled(parts, jnp.array([slots]))
+    draft = tuple(part[:, :, :queries] for part in parts), jnp.eye(queries, dtype=bool)[None]
+    pieces, sizes = (
+        ([cache, draft], [slots, queries]) if is_first else ([draft, cache], [queries, slots])
+    )
+    scores = jax.random.normal(jax.random.key(0), (1, queries, sum(sizes)))
+    mask, tokens = highest(scores, INDEXER.topk)
+    masks = tuple(jnp.split(mask, [sizes[0]], axis=-1))
+    restricted = selected(config, pieces, Selection(masks, tokens))
+    piece, (entry, of_draft) = restricted if is_first else restricted[::-1]
+    assert len(entry) == len(piece.entry) == 2  # without index keys
+    of_cache, of_other = masks if is_first else masks[::-1]
+    np.testing.assert_array_equal(of_draft, of_other)
+    if not is_copied:
+        assert isinstance(piece, Filled)
+        np.testing.assert_array_equal(piece.selected, of_cache)
+        return
+    assert isinstance(piece, Sparse)
+    is_read = np.zeros((1, queries, slots), bool)
+    rows, places, _ = np.nonzero(piece.visible)
+    is_read[rows, places, np.asarray(piece.slots)[np.asarray(piece.visible)]] = True
+    np.testing.assert_array_equal(is_read, of_cache)
+    assert 0 < is_read.sum() < INDEXER.topk * queries or of_other.sum() == 0
 
 
 @pytest.mark.full
@@ -138,7 +170,7 @@ def test_a_row_is_read_in_a_way_of_its_own(row) -> None:
 
 
 @pytest.mark.parametrize(("reach", "is_whole"), [(599, False), (700, True)])
-def test_long_rows_are_never_read_as_a_whole(reach, is_whole) -> None:
+def test_long_rows_beside_long_rows_are_never_read_as_a_whole(reach, is_whole) -> None:
     """Entries that no query has selected are NaN, and a weight of 0 does not remove NaN."""
     cache, _ = cache_of("slots", (600, 700), slots=1024)
     assert cache.block_width(BLOCK) < cache.slots

@@ -27,7 +27,10 @@ SHORT_ROWS = "short_rows"
 """The name of attention to the rows of a `Sparse` that are read as a whole."""
 
 GATHERED = 2**14
-"""The number of entries of a row that attention to a `Sparse` gathers at a time."""
+"""The number of entries of a row that attention to a `Sparse` copies at a time.
+
+If one query reads more, it is that number.
+"""
 
 
 def block_width(slots: int, block: int, page: int | None = None) -> int:
@@ -134,13 +137,14 @@ class Sparse:
 
     There are two ways to read them. All filled slots of a row are read once for all queries, and
     those that a query does not read are masked. Or the slots that each query reads are copied for
-    it, and nothing else is read. Which is cheaper depends on the number of filled slots. Each row
-    is read in the way that suits it, so that its output never depends on other rows.
+    it. Which is cheaper depends on the number of filled slots. The output of each row is that of
+    the way that suits it, so that it never depends on other rows. The work is that of the batch: a
+    long row lets slots be copied for all rows, and a short one lets blocks of all rows be read.
 
     Attributes:
         filled: the cache; its ``selected`` are the slots that each query reads.
-        slots: ``[B, T, n]`` int32, the same slots in any order, and arbitrary ones.
-        visible: ``[B, T, n]`` bool, which of ``slots`` are not arbitrary.
+        slots: ``[B, T, n]`` int32, the same slots in any order; the rest is arbitrary.
+        visible: ``[B, T, n]`` bool, which of ``slots`` a query reads. They are filled ones.
         reach: static, the largest number of filled slots of a row that is read as a whole.
     """
 
@@ -163,18 +167,19 @@ class Sparse:
     def _is_long(self) -> jax.Array:
         return self.filled.count > self.reach
 
-    def blocks(self) -> tuple[jax.Array, jax.Array]:
-        """Return ``slots`` in blocks, and which of them a query of a long row reads.
+    def groups(self) -> tuple[jax.Array, jax.Array]:
+        """Return ``slots`` by groups of queries, and which of them a query of a long row reads.
 
-        Both are ``[blocks, B, T, width]``. A block has at most `GATHERED` slots of a row.
+        Both are ``[groups, B, width, n]``; the last group is filled up with queries that read
+        nothing. A group has at most `GATHERED` slots of a row, or a single query.
         """
         batch, queries, count = self.slots.shape
-        blocks = min(count, -(-count * queries // GATHERED))
-        width = -(-count // blocks)
+        groups = -(-queries // max(1, GATHERED // count))
+        width = -(-queries // groups)
 
         def split(x: jax.Array) -> jax.Array:
-            padded = jnp.pad(x, ((0, 0), (0, 0), (0, blocks * width - count)))
-            return jnp.moveaxis(padded.reshape(batch, queries, blocks, width), 2, 0)
+            padded = jnp.pad(x, ((0, 0), (0, groups * width - queries), (0, 0)))
+            return jnp.moveaxis(padded.reshape(batch, groups, width, count), 1, 0)
 
         return split(self.slots), split(self.visible & self._is_long[:, None, None])
 

@@ -365,38 +365,47 @@ def _attend_sparse(
     q: tuple[jax.Array, ...], sparse: Sparse, values_part: int, block: int, cap: float | None
 ) -> Attended:
     """Attend to short rows of a cache as a whole, and to selected slots of the long ones."""
-    batch, heads, queries, group, _ = q[0].shape
+    batch, heads, queries = q[0].shape[:3]
     with jax.named_scope(SHORT_ROWS):
         short = sparse.short
         whole = _attend_in_blocks(q, short, values_part, short.block_width(block), cap)
 
-    def one_by_one(part: jax.Array) -> jax.Array:  # each query has entries that no other one reads
-        return part.swapaxes(1, 2).reshape(batch * queries, heads, 1, *part.shape[3:])
+    slots, visible = sparse.groups()
+    groups, _, width, _ = slots.shape
 
-    def together(part: jax.Array) -> jax.Array:
-        return part.reshape(batch, queries, heads, *part.shape[3:]).swapaxes(1, 2)
+    def split(part: jax.Array) -> jax.Array:
+        """Divide ``part [B, heads, T, …]`` into groups of queries."""
+        padding = (0, groups * width - queries)
+        padded = jnp.pad(part, ((0, 0), (0, 0), padding, *((0, 0),) * (part.ndim - 3)))
+        return jnp.moveaxis(padded.reshape(batch, heads, groups, width, *part.shape[3:]), 2, 0)
 
-    q = tuple(map(one_by_one, q))
-    dim = sparse.entry[values_part].shape[-1]
-    empty = _nothing((batch * queries, heads, 1, group), dim)
+    def joined(part: jax.Array) -> jax.Array:
+        part = jnp.moveaxis(part, 0, 2)
+        return part.reshape(batch, heads, groups * width, *part.shape[4:])[:, :, :queries]
 
-    def attend_to(sums: Attended, slots: jax.Array, visible: jax.Array) -> Attended:
-        entry = sparse.gather(slots, visible)
-        shown = visible.reshape(batch * queries, 1, -1)
-        return sums.merge(_attend_piece(q, entry, shown, values_part, cap))
+    def attend_to(of_group: tuple[tuple[jax.Array, ...], jax.Array, jax.Array]) -> Attended:
+        """Attend to the slots of a group. Each query is a row, with entries of its own."""
+        q, slots, visible = of_group
+        rows = tuple(
+            part.swapaxes(1, 2).reshape(batch * width, heads, 1, *part.shape[3:]) for part in q
+        )
+        shown = visible.reshape(batch * width, 1, -1)
+        attended = _attend_piece(rows, sparse.gather(slots, visible), shown, values_part, cap)
+        return jax.tree.map(
+            lambda part: part.reshape(batch, width, heads, *part.shape[3:]).swapaxes(1, 2), attended
+        )
 
-    def attend_to_all(slots: jax.Array, visible: jax.Array) -> Attended:
-        return jax.lax.scan(
-            lambda sums, of_block: (attend_to(sums, *of_block), None), empty, (slots, visible)
-        )[0]
+    def attend_to_all(q: tuple[jax.Array, ...], slots: jax.Array, visible: jax.Array) -> Attended:
+        by_group = jax.lax.map(attend_to, (tuple(map(split, q)), slots, visible))
+        return jax.tree.map(joined, by_group)
 
-    slots, visible = sparse.blocks()
-    gathered = jax.lax.cond(jnp.any(visible), attend_to_all, lambda *_: empty, slots, visible)
-    return whole.merge(jax.tree.map(together, gathered))
+    nothing = _nothing(q[0].shape[:-1], sparse.entry[values_part].shape[-1])
+    copied = jax.lax.cond(jnp.any(visible), attend_to_all, lambda *_: nothing, q, slots, visible)
+    return whole.merge(copied)
 
 
 def _nothing(shape: tuple[int, ...], dim: int) -> Attended:
-    """Return the output ``[B, kv_heads, T, G, dim]`` over no tokens, given all sizes but dim."""
+    """Return the output ``[*shape, dim]`` over no tokens; ``shape`` is ``[B, kv_heads, T, G]``."""
     return Attended(
         top=jnp.full(shape, LEAST, jnp.float32),
         mass=jnp.zeros(shape, jnp.float32),
