@@ -104,7 +104,6 @@ def served() -> Iterator[Served]:
         yield Served(engine, patch)
 
 
-@pytest.mark.full
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "best"),
