@@ -105,7 +105,10 @@ def declare_stored(
         return _reader(files, config, jnp.float32, None, mesh, weights)[0]
     stated = partial(published.stated_form, files.quantization)
     form_of = schemes.of_model(forms_for(files, weights, mesh, stated), config.tie_embeddings)
-    return schemes.declare(declarations.declare(config), form_of, mesh)
+    # config.json names modules as the files do.
+    family = config_json.family_of(files.raw, files.file)
+    declared = family.store(declarations.declare(config), family.prefix_in(files.tensor_names))
+    return schemes.declare(declared, form_of, mesh)
 
 
 def load_part(
@@ -245,7 +248,7 @@ def save(
 def embedding_type(files: CheckpointFiles) -> np.dtype:
     """Return the type in which a target's embedding is stored; bfloat16 for FP8."""
     family = config_json.family_of(files.raw, files.file)
-    return checkpoint.type_of(files, f"{family.prefix_in(files.tensor_names)}embed_tokens.weight")
+    return checkpoint.type_of(files, family.embedding_and_head(files.tensor_names)[0])
 
 
 def _with_names(part: Params, whole: Params) -> Params:
@@ -278,14 +281,15 @@ def _compare_sizes(
             f"{files.file}: {field}={last}, but the tensors are of {layers} layers: "
             "give the configuration and the weights of one model"
         )
-    indices = (re.search(r"\.mlp\.experts\.([0-9]{1,9})\.", name) for name in files.shapes)
+    indices = (re.search(r"\.experts\.([0-9]{1,9})\.", name) for name in files.shapes)
     experts = max((int(index[1]) + 1 for index in indices if index), default=0)
     if config.moe is not None and experts and experts != config.moe.num_experts:
         raise CheckpointError(
             f"{files.file}: it says {config.moe.num_experts} experts, but the tensors are of"
             f" {experts}: give the configuration and the weights of one model"
         )
-    embedding = files.shapes.get(f"{prefix}embed_tokens.weight", ())
+    family = config_json.family_of(files.raw, files.file)
+    embedding = files.shapes.get(family.embedding_and_head(files.shapes)[0], ())
     if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):
         raise CheckpointError(
             f"{files.file}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size},"

@@ -404,8 +404,9 @@ class Mamba2(TableSizes):
         divided = _DividedParams(prefix, units)
         sizes = {"z": values, "x": values, "b": vectors, "c": vectors, "step": self.value_heads}
         heads, float32 = (self.value_heads,), {"dtype": "float32"}
+        # The steps are quantized as the rest is, because files have all of these in one matrix.
         layer = {
-            name: divided.product(f"{name}_proj", inputs, (size, "kv_heads"), name != "step")
+            name: divided.product(f"{name}_proj", inputs, (size, "kv_heads"))
             for name, size in sizes.items()
         }
         layer |= {

@@ -36,7 +36,7 @@ class State:
 
     table: jax.Array | None
     newest: tuple[jax.Array, ...]
-    node_parts: int = struct.field(pytree_node=False, default=3)
+    node_parts: int = struct.field(pytree_node=False)
 
     @classmethod
     def zeros(

@@ -280,14 +280,15 @@ class Pair:
     def once_time(self, batch: int, context: int, gamma: int = 1) -> float:
         """Return the seconds of the drafter's work that is done once for all levels of a chain.
 
-        ``gamma`` is the length of the chain. A draft model commits the root, and at the end the
-        accepted tokens.
+        ``gamma`` is the length of the chain. A draft model commits the root, and at the end up to
+        ``gamma`` accepted tokens.
         """
         if isinstance(self.drafter, Trained):
             return self.drafter.step_time(
                 self.chip, batch, context, gamma, self.weight_bytes, self.kv_bytes
             )
-        return 2 * self._commit(self.draft_config, batch, 1)
+        tokens = (1, gamma)
+        return sum(self._commit(self.draft_config, batch, count) for count in tokens)
 
     def memory(self, batch: int, context: int) -> float:
         """Return the bytes of the weights and of both caches, with their states.

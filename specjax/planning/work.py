@@ -107,19 +107,21 @@ def attention_work(
 def commit_work(config: ModelConfig, batch: int, tokens: int) -> Work:
     """Return the work of writing T accepted tokens of B rows into the states of layers.
 
-    Each state is read and written once, in addition to the pass, whatever the number of tokens.
-    Writes of keys and values are left out, because they are few.
+    Each state is read and written once, in addition to the pass, whatever the number of tokens. The
+    entries of the tokens in these layers are written by the pass and read here. Writes of keys and
+    values are left out, because they are few compared to those of the text.
 
     Examples:
         >>> from specjax.models.published import published
         >>> from specjax.planning.work import commit_work
         >>> round(commit_work(published("qwen3.5-9b"), batch=1, tokens=5).bytes / 1e6)  # megabytes
-        103
+        113
         >>> commit_work(published("llama-3.1-8b"), batch=1, tokens=5)
         Work(flops=0.0, bytes=0.0)
     """
     states = sum(sizes.state_size for sizes in _states(config))
-    return Work(2.0 * batch * tokens * states, 2.0 * batch * state_bytes(config))
+    moved = 2.0 * batch * (state_bytes(config) + tokens * _bytes_of_nodes(config))
+    return Work(2.0 * batch * tokens * states, moved)
 
 
 def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
@@ -167,9 +169,12 @@ def node_bytes(config: ModelConfig, number_bytes: float = 2.0, kv_bytes: float =
         >>> round(copies / 1e9, 2), f"{entries / copies:.2%}"
         (3.09, '1.91%')
     """
-    return cache_bytes(config, kv_bytes) + sum(
-        sizes.node_bytes(number_bytes) for sizes in _states(config)
-    )
+    return cache_bytes(config, kv_bytes) + _bytes_of_nodes(config, number_bytes)
+
+
+def _bytes_of_nodes(config: ModelConfig, number_bytes: float = 2.0) -> float:
+    """Return the bytes of a drafted token's entries in layers with states, without a cache."""
+    return sum((sizes.node_bytes(number_bytes) for sizes in _states(config)), 0.0)
 
 
 # A table of speeds asks for the work of one model thousands of times.

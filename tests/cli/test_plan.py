@@ -24,7 +24,7 @@ from specjax.models.published import PUBLISHED
 from specjax.models.transformer import Target
 from specjax.planning import roofline, theory
 from specjax.sharding import make_mesh
-from tests.conftest import tiny_config, tiny_target
+from tests.conftest import blocks, tiny_config, tiny_target
 
 MODELS = ("roofline", "--target", "llama-3.1-8b", "--drafter", "llama-3.2-1b")
 
@@ -137,6 +137,28 @@ def test_what_a_row_of_a_hybrid_takes_is_said(capsys) -> None:
     assert "A row of the drafter takes" in printed
     _, out, _ = run(capsys, *MODELS, "--batch", "1")
     assert "A row of" not in out
+
+
+@pytest.mark.parametrize("draft", ["hybrid", "plain"])
+def test_a_hybrid_and_a_draft_model_of_the_same_vocabulary(draft, capsys, tmp_path) -> None:
+    changes = blocks("M*") if draft == "hybrid" else {}
+    models = tiny_config(**blocks("M*M-M-")), tiny_config(**changes)
+    for name, model in zip(("target", "draft"), models, strict=True):
+        (tmp_path / name).mkdir()
+        content = json.dumps(config_json.format_config(model, "bfloat16"))
+        (tmp_path / name / "config.json").write_text(content)
+    options = ("--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "draft"))
+    options += ("--batch", "100000", "--context", "256", "--longest", "4")
+    code, out, _ = run(capsys, "roofline", *options)
+    assert code == 0
+    pair = roofline.Pair(models[0], CHIPS["h100"], models[1])
+    times = pair.target_time(100_000, 256), pair.draft_time(100_000, 256)
+    (row,) = table(out)
+    assert row[1:3] == [f"{1e3 * time:.2f}" for time in times] and "0.00" not in row
+    best = roofline.best_gamma(pair, 100_000, 256, 0.8, longest=4)
+    assert row[5] == f"{best.factor:.2f}x"
+    assert row[7].split()[0] == f"{pair.memory(100_000, 256) / 1e9:,.1f}"
+    assert ("A row of the drafter takes" in out) == (draft != "plain")
 
 
 def test_a_draft_cache_of_a_hybrid_is_refused(capsys) -> None:

@@ -72,8 +72,9 @@ def test_the_roofline_counts_the_newest_inputs() -> None:
     assert work.state_bytes(config, 2) == 2 * (2 * 16 * 2)
     entry = 2 * config.num_kv_heads * config.head_dim * 2
     assert work.node_bytes(config, 2, 2) == entry + 2 * (16 * 2)
-    # A commit writes no table: it has no arithmetic, but reads and writes the inputs.
-    assert work.commit_work(config, batch=2, tokens=3) == work.Work(0.0, 2 * 2 * 128)
+    # A commit writes no table: it has no arithmetic, but reads and writes the inputs, and so are
+    # the entries of three tokens.
+    assert work.commit_work(config, batch=2, tokens=3) == work.Work(0.0, 2 * 2 * (128 + 3 * 64))
     cache = tiny_target(**CONFIG, model_type="lfm2").new_cache(2, 8)
     assert [state is None for state in cache.states] == [False, True, False]
 

@@ -1510,6 +1510,36 @@ CATALOGUE = (
         breaks="Attention takes the whole numbers of an 8-bit cache for keys.",
     ),
     Mutant(
+        name="steps-of-mamba-2-stay-floats",
+        file="specjax/models/memory.py",
+        old='name: divided.product(f"{name}_proj", inputs, (size, "kv_heads"))',
+        new='name: divided.product(f"{name}_proj", inputs, (size, "kv_heads"), name != "step")',
+        tests=(
+            "tests/models/quantization/test_modelopt_hybrids.py::test_a_hybrid_has_the_weights_that_its_numbers_mean[Nemotron 3.5 W4A16]",
+        ),
+        breaks="Of a quantized matrix that several parameters share, one is not quantized: published files cannot be read.",
+    ),
+    Mutant(
+        name="modules-in-config-json-have-the-librarys-names",
+        file="specjax/models/huggingface.py",
+        old="declared = family.store(declarations.declare(config), family.prefix_in(files.tensor_names))",
+        new="declared = declarations.declare(config)",
+        tests=(
+            "tests/models/quantization/test_modelopt_hybrids.py::test_a_hybrid_has_the_weights_that_its_numbers_mean[Nemotron 3.5 W4A16]",
+        ),
+        breaks="A plan takes modules for quantized that config.json leaves out by the names that they have in the file.",
+    ),
+    Mutant(
+        name="a-plan-reads-states-and-does-not-write-them",
+        file="specjax/planning/work.py",
+        old="moved = 2.0 * batch * (state_bytes(config) + tokens * _bytes_of_nodes(config))",
+        new="moved = batch * (state_bytes(config) + 2.0 * tokens * _bytes_of_nodes(config))",
+        tests=(
+            "tests/planning/test_roofline.py::test_the_bytes_of_models_with_states_by_hand[mamba2-mamba2]",
+        ),
+        breaks="The roofline of a hybrid has no time for writes of its states.",
+    ),
+    Mutant(
         name="int4-uses-minus-eight",
         file="specjax/models/quantization/weights.py",
         old='_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}',

@@ -32,7 +32,7 @@ from specjax.models.quantization.stored import (
     StoredMatrix,
     is_neighbourly,
 )
-from specjax.models.quantization.weights import BLOCK, Form, matrices_in
+from specjax.models.quantization.weights import BLOCK, EMBEDDINGS, Form, matrices_in
 
 ADVICE = "use the checkpoint without quantization, and weights='int8' or 'int4'"
 """The remedy for a quantized checkpoint that cannot be read."""
@@ -210,7 +210,8 @@ def stated_form(raw: Fields, name: str) -> Form | None:
     method, module = method_of(raw), name.removesuffix(".weight")
     left_out = raw.get("ignore") or raw.get("modules_to_not_convert") or []
     if method == "modelopt":
-        left_out = map(_without_images, left_out)
+        # Its names may have "language_model." where those of the tensors do not, and vice versa.
+        left_out, module = map(_without_images, left_out), _without_images(module)
     if not raw or any(_names(pattern, module) for pattern in left_out):
         return None
     if method == "modelopt":
@@ -219,7 +220,7 @@ def stated_form(raw: Fields, name: str) -> Form | None:
         return _stated_in_groups(raw, module)
     if method == "mxfp4":
         return Form("int8", MXFP4_GROUP) if ".experts." in name else None
-    if module.endswith(("embed_tokens", "lm_head")):
+    if module.endswith((*EMBEDDINGS, "lm_head")):
         return None
     if method == "fp8":
         return Form("fp8", BLOCK if raw.get("weight_block_size") else 0)
@@ -229,7 +230,7 @@ def stated_form(raw: Fields, name: str) -> Form | None:
 
 
 def _stated_in_groups(raw: Fields, module: str) -> Form | None:
-    kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
+    kind = "Embedding" if module.endswith(EMBEDDINGS) else "Linear"
     group = next(
         (
             group
@@ -310,7 +311,7 @@ def _stated_by_modelopt(raw: Fields, module: str) -> Form | None:
             ),
             None,
         )
-    elif module.endswith("embed_tokens"):
+    elif module.endswith(EMBEDDINGS):
         algorithm = None
     if algorithm is None:
         return None
@@ -618,7 +619,7 @@ class _Parts:
         """
         groups = list((self.raw.get("config_groups") or {}).values())
         module = matrix.removesuffix(".weight")
-        kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
+        kind = "Embedding" if module.endswith(EMBEDDINGS) else "Linear"
         by_name = [group for group in groups if module in group["targets"]]
         by_pattern = [
             group

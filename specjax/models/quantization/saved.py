@@ -9,7 +9,7 @@ import numpy as np
 from specjax.models.fields import CheckpointError, JsonObject
 from specjax.models.params import Param
 from specjax.models.quantization.packing import packed
-from specjax.models.quantization.weights import BLOCK, Form, is_quantized, matrices_in
+from specjax.models.quantization.weights import BLOCK, EMBEDDINGS, Form, is_quantized, matrices_in
 
 
 def compressed(arrays: Mapping[str, np.ndarray], declared: Any) -> dict[str, np.ndarray]:
@@ -119,7 +119,7 @@ def format_config(declared: Any) -> JsonObject | None:
     for index, (form, names) in enumerate(
         sorted(modules.items(), key=lambda item: item[0] != usual)
     ):
-        embeddings = [name for name in names if name.endswith("embed_tokens")]
+        embeddings = [name for name in names if name.endswith(EMBEDDINGS)]
         inputs = {
             "num_bits": 8,
             "type": "int",

@@ -30,6 +30,9 @@ BLOCK = 128
 See arXiv 2412.19437, section 3.3.
 """
 
+EMBEDDINGS = ("embed_tokens", "embeddings")
+"""The last parts of the names of embeddings in checkpoints."""
+
 _TYPES = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 """The largest magnitude that is used, by kind."""

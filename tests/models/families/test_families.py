@@ -12,12 +12,13 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
 from specjax.models import config_json
+from specjax.models import params as declarations
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
-from tests.models.families import zoo
+from tests.models.families import every_field, zoo
 
 LENGTH = 40  # longer than the windows, and than YaRN's original context
 LOAD = partial(Target.from_pretrained, dtype=np.float32)
@@ -291,7 +292,24 @@ def test_a_model_on_a_mesh_has_the_same_logits(zoo_model, name) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", DIFFERENT)
+def test_parameters_in_one_tensor_are_quantized_together_or_not_at_all() -> None:
+    """A file has no matrix of which a part is quantized."""
+    with_shared = set()
+    for name in every_field.FAMILIES:
+        config = config_json.parse_config(every_field.unchanged_file(name))
+        declared = FAMILIES[config.model_type].store(declarations.declare(config))
+        kinds: dict[str, list[bool]] = {}
+        for param in jax.tree.leaves(declared):
+            for tensor in param.stored_names:
+                kinds.setdefault(tensor, []).append(param.is_product)
+        assert {tensor for tensor, values in kinds.items() if len(set(values)) > 1} == set(), name
+        if any(len(values) > 1 for values in kinds.values()):
+            with_shared.add(name)
+    assert {"phi3", "gpt_oss", "qwen3_next", "nemotron_h", "falcon_h1", "lfm2"} <= with_shared
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*DIFFERENT, "falcon_h1"])
 def test_quantized_weights_are_those_of_the_model_and_survive_a_save(
     zoo_model, name, tmp_path
 ) -> None:

@@ -1,12 +1,15 @@
 """Families with Mamba-2: the sizes of published models, and what their files may say."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax.drafters import DraftModel
-from specjax.models import config_json
+from specjax.models import config_json, huggingface
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.published import parameter_count
 from specjax.models.transformer import Target
@@ -168,6 +171,29 @@ def test_kinds_of_layers_are_read_in_all_their_forms() -> None:
     assert all(config == first for config in rest)
     assert (first.num_layers, first.linear_layers, first.mlp_layers) == (4, (0,), (2, 3))
     assert [first.is_sparse(layer) for layer in range(4)] == [False, False, True, False]
+
+
+@pytest.mark.full
+def test_tensors_with_names_of_their_own_are_compared_with_config_json(tmp_path) -> None:
+    """Nemotron's files have ``backbone.embeddings`` and ``mixer.experts``."""
+    sizes = {"hidden_size": 16, "vocab_size": 11, "hybrid_override_pattern": "M*E"}
+    sizes |= {"num_attention_heads": 4, "head_dim": 4, "mamba_num_heads": 8, "mamba_head_dim": 4}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    sizes |= {"moe_shared_expert_intermediate_size": 8, "ssm_state_size": 4}
+    config = config_json.parse_config(NANO | sizes | {"bos_token_id": 1, "eos_token_id": 2})
+    Target.init(config, jax.random.key(0)).save_pretrained(tmp_path)
+    files = CheckpointFiles(tmp_path)
+    assert "backbone.embeddings.weight" in files.shapes
+    assert any(".mixer.experts.3." in name for name in files.shapes)
+    assert huggingface.embedding_type(files) == np.float32
+    stated = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        ({"vocab_size": 12}, "vocab_size=12 and hidden_size=16, but the embedding is 11 x 16"),
+        ({"n_routed_experts": 5}, "it says 5 experts, but the tensors are of 4"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(stated | change))
+        with pytest.raises(CheckpointError, match=message):
+            Target.from_pretrained(tmp_path)
 
 
 _BETWEEN = 1 + 0.98 * 2**-8

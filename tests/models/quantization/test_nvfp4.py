@@ -542,6 +542,9 @@ def test_a_pattern_is_of_the_names_of_the_text_model_or_of_the_whole() -> None:
     assert stated == names
     layers = {"language_model.model.layers.1.mlp.experts": {"quant_algo": "FP8"}}
     raw = OWN | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    for prefix in ("language_model.model.", "model.language_model."):
+        name = f"{prefix}layers.1.mlp.experts.0.up_proj.weight"
+        assert published.stated_form(raw, name) == Form("fp8")
     assert published.stated_form(raw, "model.layers.1.mlp.experts.0.up_proj.weight") == Form("fp8")
     assert published.stated_form(raw, "model.layers.11.mlp.experts.0.up_proj.weight") is None
 
