@@ -262,7 +262,13 @@ def test_selected_entries_of_a_long_text_are_read_alone(page) -> None:
 def test_heads_that_devices_share_decide_whether_entries_are_copied() -> None:
     """Count the operations of a tree on two devices, of which each has half of the heads."""
     config = tiny_config(
-        **SPARSE | {"num_heads": 128, "num_kv_heads": 128, "indexer": Indexer(4, 6, topk=5)}
+        **SPARSE
+        | {
+            "vocab_size": 12,
+            "num_heads": 128,
+            "num_kv_heads": 128,
+            "indexer": Indexer(4, 6, topk=5),
+        }
     )
     nodes, context = 60, 25
     assert reach(config, nodes) < context < reach(config, nodes, devices=2)
