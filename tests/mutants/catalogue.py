@@ -2194,8 +2194,8 @@ CATALOGUE = (
     Mutant(
         name="what-goes-while-answers-are-inserted-is-forgotten",
         file="specjax/serving/earlier_answers.py",
-        old="answers.index, answers.sorted_version = index, version",
-        new="answers.index, answers.sorted_version, answers.removed = index, version, 0",
+        old="answers.index, answers.sorted_version = index, changes.version",
+        new="answers.index, answers.sorted_version, answers.removed = index, changes.version, 0",
         tests=(
             "tests/serving/test_earlier_answers.py::test_answers_that_come_while_others_are_inserted_are_inserted_next",
         ),
@@ -2204,8 +2204,8 @@ CATALOGUE = (
     Mutant(
         name="answers-that-went-stay-on-the-other-hosts",
         file="specjax/serving/over_hosts.py",
-        old="call.begin, call.end).applied()",
-        new="0, call.end).applied()",
+        old="changes = Changes(call.version, call.sorted_version, index, texts, call.begin, call.end)",
+        new="changes = Changes(call.version, call.sorted_version, index, texts, 0, call.end)",
         tests=(
             "tests/serving/test_over_hosts.py::test_other_processes_sort_what_the_first_one_sorts",
         ),

@@ -32,7 +32,7 @@ A mutant that runs into the limit does not count as killed: a test must fail.
 
 _COPIED = ("specjax", "tests", "pyproject.toml")
 _FAILED = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
-_ERROR = re.compile(r"^ERROR ", re.MULTILINE)
+_ERROR = re.compile(r"^ERROR \S*\.py\b", re.MULTILINE)  # and no line that a test has logged
 
 
 @dataclass(frozen=True)
