@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 # Seconds; two cores take a tenth of it. Processes that wait for each other would wait for ever.
-TIMEOUT = 240
+TIMEOUT = 600
 
 
 def free_port() -> int:
