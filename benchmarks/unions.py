@@ -425,49 +425,42 @@ def measure_speed(
     inflated = inflate(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
     settings = {name: getattr(config, name) for name in TIMED}
     speed = {**settings, "parameters": params.count(inflated.params), "runs": []}
+
+    def write(drafter: Drafter | None, index: int, temperature: float) -> tuple[Any, np.ndarray]:
+        stats, (new,) = written(inflated, drafter, prompts, [index], config, temperature, "coupled")
+        return stats, new
+
     for temperature in config.temperature:
         timed = prompts_to_time(target, prompts, config, temperature)
         drafters = chosen(drafters_of(model), config.drafters)
-        by_name: dict[str, dict[str, Any]] = {
-            name: {
+        records: dict[str, dict[str, Any]] = {}
+        for name, drafter in drafters.items():  # the first texts compile, and have all counts
+            results = [write(drafter, index, temperature) for index in timed]
+            records[name] = {
                 "drafter": name,
                 "temperature": temperature,
                 "parts": parts_of(drafter),
                 "categories": [prompts.categories[index] for index in timed],
-                "tokens": 0,
-                "steps": 0,
-                "scored": 0,
-                "texts": [],
+                "tokens": sum(len(new) for _, new in results),
+                "steps": sum(int(stats.steps[0]) for stats, _ in results),
+                "scored": sum(int(stats.scored[0]) for stats, _ in results),
+                "texts": [checksum(new) for _, new in results],
                 "seconds": [],
             }
-            for name, drafter in drafters.items()
-        }
-        # Repeat 0 compiles. Its counts are those of all repeats.
-        for repeat in range(1 + config.repeats):
-            for record in by_name.values() if repeat else ():
+        speed["runs"] += records.values()
+        for repeat in range(config.repeats):
+            for record in records.values():
                 record["seconds"].append([])
             for index in timed:
-                order = list(drafters)
-                random.Random(f"{repeat} {index}").shuffle(order)
-                for name in order:
+                for name in random.Random(f"{repeat} {index}").sample(
+                    list(drafters), len(drafters)
+                ):
                     started = time.perf_counter()
-                    stats, (new,) = written(
-                        inflated, drafters[name], prompts, [index], config, temperature, "coupled"
-                    )
-                    seconds = time.perf_counter() - started
-                    record = by_name[name]
-                    if repeat:
-                        record["seconds"][-1].append(round(seconds, 4))
-                        continue
-                    record["texts"].append(checksum(new))
-                    record["tokens"] += len(new)
-                    record["steps"] += int(stats.steps[0])
-                    record["scored"] += int(stats.scored[0])
-            print(f"T = {temperature:g}: repeat {repeat} of {config.repeats}", flush=True)
-            if repeat == 1:
-                speed["runs"] += by_name.values()
-            if repeat:
-                save(speed)
+                    write(drafters[name], index, temperature)
+                    seconds = round(time.perf_counter() - started, 4)
+                    records[name]["seconds"][-1].append(seconds)
+            print(f"T = {temperature:g}: repeat {repeat + 1} of {config.repeats}", flush=True)
+            save(speed)
 
 
 COUNTED = ("target", "draft", "count", "context", "beginning", "new_tokens")
@@ -507,11 +500,11 @@ def main(config: UnionsConfig) -> None:
 
     check_models(pair, config)
     if config.speed:
-        load = os.getloadavg()[0]
-        print(f"load {load:.1f}", flush=True)
+        conditions = {"machine": machine(), "load": os.getloadavg()[0]}
+        print(f"load {conditions['load']:.1f}", flush=True)
 
         def save_speed(speed: dict[str, Any]) -> None:
-            pair["speed"] = {**speed, "machine": machine(), "load": load}
+            pair["speed"] = speed | conditions
             save()
 
         measure_speed(target, model, prompts, config, save_speed)

@@ -161,7 +161,8 @@ def _reader(
     else:
         modules = 0
     prefix = family.prefix_in(stored)
-    _compare_sizes(files, config, prefix, modules, layers)
+    embedding, _ = family.embedding_and_head(stored)
+    _compare_sizes(files, config, prefix, embedding, modules, layers)
     left_over = [f"{prefix}layers.{config.num_layers + i}.*" for i in range(modules)]
     left_over += family.left_over(config)
     if family.nested is not None:
@@ -261,11 +262,16 @@ def _with_names(part: Params, whole: Params) -> Params:
 
 
 def _compare_sizes(
-    files: CheckpointFiles, config: ModelConfig, prefix: str, modules: int, part: Layers | None
+    files: CheckpointFiles,
+    config: ModelConfig,
+    prefix: str,
+    embedding: str,
+    modules: int,
+    part: Layers | None,
 ) -> None:
     """Compare the sizes in config.json with the stored shapes, before anything is declared.
 
-    ``part`` are the layers of a saved part, or None.
+    ``embedding`` is the name of its tensor. ``part`` are the layers of a saved part, or None.
     """
     field, last = (
         ("num_hidden_layers", config.num_layers)
@@ -288,11 +294,10 @@ def _compare_sizes(
             f"{files.file}: it says {config.moe.num_experts} experts, but the tensors are of"
             f" {experts}: give the configuration and the weights of one model"
         )
-    family = config_json.family_of(files.raw, files.file)
-    embedding = files.shapes.get(family.embedding_and_head(files.shapes)[0], ())
-    if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):
+    shape = files.shapes.get(embedding, ())
+    if len(shape) == 2 and shape != (config.vocab_size, config.hidden_size):
         raise CheckpointError(
             f"{files.file}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size},"
-            f" but the embedding is {embedding[0]} x {embedding[1]}: give the configuration and the"
+            f" but the embedding is {shape[0]} x {shape[1]}: give the configuration and the"
             " weights of one model"
         )

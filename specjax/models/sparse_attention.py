@@ -202,16 +202,17 @@ def selected(
     config: ModelConfig, pieces: Sequence[Piece], selection: Selection | None
 ) -> list[Piece]:
     """Return the pieces as attention reads them: without index keys, and what is selected alone."""
+    pieces = [_without_index_keys(piece) for piece in pieces]
     if selection is None:
-        return [_without_index_keys(piece) for piece in pieces]
+        return pieces
     restricted: list[Piece] = []
     first = 0
     for piece, mask in zip(pieces, selection.masks, strict=True):
         if isinstance(piece, Filled):
-            filled = replace(piece, entry=piece.entry[:ATTENDED], selected=mask)
+            filled = replace(piece, selected=mask)
             restricted.append(_sparse(config, filled, selection.tokens - first))
         else:
-            restricted.append((_few(piece)[0][:ATTENDED], mask))
+            restricted.append((_few(piece)[0], mask))
         first += _slots(piece)
     return restricted
 

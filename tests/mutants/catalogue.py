@@ -2282,8 +2282,8 @@ CATALOGUE = (
     Mutant(
         name="short-rows-are-read-twice",
         file="specjax/models/attention/pieces.py",
-        old="return split(self.slots), split(self.visible & self._is_long[:, None, None])",
-        new="return split(self.slots), split(self.visible)",
+        old="is_read = self.visible & self._is_long[:, None, None]",
+        new="is_read = self.visible",
         tests=(
             "tests/models/test_sparse_attention.py::test_copies_are_attended_to_as_masked_slots_are[1-pages]",
         ),

@@ -173,15 +173,10 @@ class Sparse:
         Both are ``[groups, B, width, n]``; the last group is filled up with queries that read
         nothing. A group has at most `GATHERED` slots of a row, or a single query.
         """
-        batch, queries, count = self.slots.shape
+        _, queries, count = self.slots.shape
         groups = -(-queries // max(1, GATHERED // count))
-        width = -(-queries // groups)
-
-        def split(x: jax.Array) -> jax.Array:
-            padded = jnp.pad(x, ((0, 0), (0, groups * width - queries), (0, 0)))
-            return jnp.moveaxis(padded.reshape(batch, groups, width, count), 1, 0)
-
-        return split(self.slots), split(self.visible & self._is_long[:, None, None])
+        is_read = self.visible & self._is_long[:, None, None]
+        return in_groups(self.slots, 1, groups), in_groups(is_read, 1, groups)
 
     def gather(self, slots: jax.Array, visible: jax.Array) -> Entry:
         """Return the entries ``[B * T, heads, width, dim]`` at ``slots [B, T, width]``.
@@ -199,6 +194,19 @@ class Sparse:
             return jnp.where(is_read, part, 0).reshape(-1, *part.shape[2:])
 
         return jax.tree.map(by_query, entry)
+
+
+def in_groups(x: jax.Array, axis: int, groups: int) -> jax.Array:
+    """Return an array with an axis divided into ``groups``, which come first.
+
+    The last group is filled up with zeros.
+    """
+    before, size, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    width = -(-size // groups)
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, groups * width - size)
+    divided = jnp.pad(x, padding).reshape(*before, groups, width, *after)
+    return jnp.moveaxis(divided, axis, 0)
 
 
 @struct.dataclass

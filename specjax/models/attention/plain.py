@@ -25,6 +25,7 @@ from specjax.models.attention.pieces import (
     Piece,
     Shared,
     Sparse,
+    in_groups,
 )
 from specjax.models.cache import Entry
 from specjax.models.primitives import LEAST, capped
@@ -373,12 +374,6 @@ def _attend_sparse(
     slots, visible = sparse.groups()
     groups, _, width, _ = slots.shape
 
-    def split(part: jax.Array) -> jax.Array:
-        """Divide ``part [B, heads, T, …]`` into groups of queries."""
-        padding = (0, groups * width - queries)
-        padded = jnp.pad(part, ((0, 0), (0, 0), padding, *((0, 0),) * (part.ndim - 3)))
-        return jnp.moveaxis(padded.reshape(batch, heads, groups, width, *part.shape[3:]), 2, 0)
-
     def joined(part: jax.Array) -> jax.Array:
         part = jnp.moveaxis(part, 0, 2)
         return part.reshape(batch, heads, groups * width, *part.shape[4:])[:, :, :queries]
@@ -396,7 +391,8 @@ def _attend_sparse(
         )
 
     def attend_to_all(q: tuple[jax.Array, ...], slots: jax.Array, visible: jax.Array) -> Attended:
-        by_group = jax.lax.map(attend_to, (tuple(map(split, q)), slots, visible))
+        queries_of = tuple(in_groups(part, 2, groups) for part in q)
+        by_group = jax.lax.map(attend_to, (queries_of, slots, visible))
         return jax.tree.map(joined, by_group)
 
     nothing = _nothing(q[0].shape[:-1], sparse.entry[values_part].shape[-1])

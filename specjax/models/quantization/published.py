@@ -229,8 +229,13 @@ def stated_form(raw: Fields, name: str) -> Form | None:
     return Form(kind, max(raw.get("group_size", 128), 0), has_zeros)
 
 
+def _class_of(module: str) -> str:
+    """Return the class of PyTorch by which compressed-tensors may target a module."""
+    return "Embedding" if module.endswith(EMBEDDINGS) else "Linear"
+
+
 def _stated_in_groups(raw: Fields, module: str) -> Form | None:
-    kind = "Embedding" if module.endswith(EMBEDDINGS) else "Linear"
+    kind = _class_of(module)
     group = next(
         (
             group
@@ -619,7 +624,7 @@ class _Parts:
         """
         groups = list((self.raw.get("config_groups") or {}).values())
         module = matrix.removesuffix(".weight")
-        kind = "Embedding" if module.endswith(EMBEDDINGS) else "Linear"
+        kind = _class_of(module)
         by_name = [group for group in groups if module in group["targets"]]
         by_pattern = [
             group

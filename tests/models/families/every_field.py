@@ -521,6 +521,11 @@ def examples_by_class() -> dict[str, list[str]]:
     return examples
 
 
+def fields_read_by_class(kind: str) -> set[str]:
+    """Return the `fields_read` of all examples of a class."""
+    return set().union(*map(fields_read, examples_by_class()[kind]))
+
+
 def cases(*families: str) -> list[Case]:
     """Return all cases of families, by default of all, in the same order in every run."""
     by_name = {str(case): case for family in families or FAMILIES for case in cases_of(family)}
