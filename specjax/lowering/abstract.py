@@ -218,26 +218,36 @@ def numbers_of_one(tree: Any) -> int:
 def bytes_of_pass(target: Target, cache: Any) -> int:
     """Return the bytes that one device must read for a pass.
 
-    They are its shards of all matrices, with all experts, and of the whole cache with its states.
+    They are its shards of all matrices, with all experts, and of ``cache``: the entries that the
+    pass reads, and states.
     """
     return bytes_of_one(target.weights_of_pass) + bytes_of_one(cache)
 
 
-def bytes_not_selected(target: Target, layers: Entries, queries: int) -> int:
-    """Return the bytes of a full cache on one device that sparse attention leaves out in a pass.
+def entries_read(target: Target, entries: Entries, queries: int) -> Entries:
+    """Return the shapes of what a pass reads of the entries of full rows.
 
-    The nodes of a tree select many of the same tokens. They count for each, as they are copied.
+    With sparse attention they are the copies of what each query selects, from the length of a row
+    on at which `specjax.models.sparse_attention.reach` copies. Queries of a tree select many of the
+    same tokens: they count for each, as they are copied. Otherwise they are all entries.
 
     Args:
         target: the target.
-        layers: the entries of its cache.
+        entries: the entries of its cache, as shapes.
         queries: the number of tokens of a row in the pass.
     """
-    config, slots = target.config, num_slots(layers)
+    config, slots = target.config, num_slots(entries)
     if config.indexer is None or slots <= reach(config, queries, devices_of(target.mesh)):
-        return 0
-    share = max(0.0, 1.0 - queries * config.indexer.topk / slots)
-    return sum(int(share * bytes_of_one(entry[:ATTENDED])) for entry in layers)
+        return entries
+    copied = min(slots, queries * config.indexer.topk)
+
+    def with_copies(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (*leaf.shape[:2], copied, *leaf.shape[3:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
+
+    return tuple(
+        (*jax.tree.map(with_copies, entry[:ATTENDED]), *entry[ATTENDED:]) for entry in entries
+    )
 
 
 def bytes_of_draft(

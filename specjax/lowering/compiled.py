@@ -237,11 +237,16 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     state = abstract.with_shardings(state, executable.output_shardings)
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache, states = state.cache.layers, state.cache.states
-    floor = abstract.bytes_of_pass(setup.target, (cache, states))
-    floor -= abstract.bytes_not_selected(setup.target, cache, drafter.draft_shape.nodes)
+    shape = drafter.draft_shape
+    verified = abstract.entries_read(setup.target, cache, shape.nodes)
+    floor = abstract.bytes_of_pass(setup.target, (verified, states))
     by_layer = [
         entry if linear is None else linear
-        for entry, linear in zip(cache, states or (None,) * len(cache), strict=True)
+        for entry, linear in zip(
+            abstract.entries_read(setup.target, cache, shape.width),
+            states or (None,) * len(cache),
+            strict=True,
+        )
     ]
     floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, by_layer)
     # The scales of a quantized cache have three axes. They are small: copies of them do not count.

@@ -25,13 +25,14 @@ from specjax.drafters import (
     DraftModel,
     Eagle,
     EagleWithLayerAttention,
+    EarlyExit,
     Gemma4Assistant,
     MixtureOfAttentions,
     NoDraft,
     PromptLookup,
 )
 from specjax.drafters.registry import METHODS
-from specjax.drafts.shapes import Chain
+from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.errors import InputError
 from specjax.lowering import abstract, compiled, topologies
 from specjax.lowering.compiled import Setup, compile_program, compile_step
@@ -287,9 +288,29 @@ def test_heads_that_devices_share_decide_whether_entries_are_copied() -> None:
 # --- what drafting must read ----------------------------------------------------------------------
 
 
+def sparse_target() -> Target:
+    """Return a model whose tree passes copy selected entries of rows with more than 30 slots."""
+    return Target.init(tiny_config(**SPARSE), jax.random.key(0))
+
+
 def drafting_bytes(drafter, target) -> int:
     state, cache = drafter.start(target, BATCH, CONTEXT), target.new_cache(BATCH, CONTEXT).layers
     return abstract.bytes_of_draft(drafter, target, state, cache)
+
+
+@pytest.mark.parametrize("context", [30, 40])
+def test_early_exit_reads_the_entries_that_its_layers_select(context) -> None:
+    """Count the latents and rotated keys of long rows once for each query and selected token."""
+    target, size = sparse_target(), abstract.bytes_of_one
+    assert reach(target.config, 2) == 30
+    drafter = EarlyExit(layers=1, draft=DynamicTree(top_k=2, depth=3, nodes=6))
+    cache = target.new_cache(BATCH, context).layers
+    *attended, index_keys = cache[0]
+    share = 1 if context == 30 else 2 * target.config.indexer.topk / context
+    read = abstract.entries_read(target, cache, drafter.draft_shape.width)
+    weights = size((target.params["layers"][:1], target.params["lm_head"]))
+    expected = weights + share * size(attended) + size(index_keys)
+    assert abstract.bytes_of_draft(drafter, target, (), read) == 3 * expected
 
 
 @pytest.mark.parametrize("tli", [0, 2])
