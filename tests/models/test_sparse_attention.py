@@ -156,15 +156,23 @@ def test_a_selection_is_read_wherever_the_cache_stands(is_first, is_copied) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [2, 3])
-def test_a_row_is_read_in_a_way_of_its_own(row) -> None:
+@pytest.mark.parametrize(
+    ("row", "counts", "long", "reach"),
+    [
+        (2, COUNTS, 96, REACH),
+        (3, COUNTS, 96, REACH),
+        (1, (3, 600, 601), 1024, 600),  # read as a whole in blocks
+        (2, (3, 600, 601), 1024, 600),
+    ],
+)
+def test_a_row_is_read_in_a_way_of_its_own(row, counts, long, reach) -> None:
     """Compare the bits of a row beside long rows, beside short rows, and beside empty rows."""
     outputs = []
-    for neighbour in (96, 20, 0):
-        counts = [neighbour] * len(COUNTS)
-        counts[row] = COUNTS[row]
-        cache = cache_of("slots", tuple(counts))
-        outputs.append(read_both_ways(*cache, queries=2, topk=16, reach=REACH)[0][row])
+    for neighbor in (long, 20, 0):
+        changed = [neighbor] * len(counts)
+        changed[row] = counts[row]
+        cache = cache_of("slots", tuple(changed), slots=long)
+        outputs.append(read_both_ways(*cache, queries=2, topk=16, reach=reach)[0][row])
     np.testing.assert_array_equal(outputs[1], outputs[0])
     np.testing.assert_array_equal(outputs[2], outputs[0])
 
