@@ -19,12 +19,11 @@ from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models import config_json, huggingface, params
-from specjax.models.cache import Entries, KVCache, PagedCache, groups_of, num_slots
+from specjax.models.cache import KVCache, PagedCache, groups_of
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.published import PUBLISHED, published
 from specjax.models.quantization import schemes
-from specjax.models.sparse_attention import ATTENDED, devices_of, reach
 from specjax.models.states import State
 from specjax.models.transformer import Target
 
@@ -222,32 +221,6 @@ def bytes_of_pass(target: Target, cache: Any) -> int:
     pass reads, and states.
     """
     return bytes_of_one(target.weights_of_pass) + bytes_of_one(cache)
-
-
-def entries_read(target: Target, entries: Entries, queries: int) -> Entries:
-    """Return the shapes of what a pass reads of the entries of full rows.
-
-    With sparse attention they are the copies of what each query selects, from the length of a row
-    on at which `specjax.models.sparse_attention.reach` copies. Queries of a tree select many of the
-    same tokens: they count for each, as they are copied. Otherwise they are all entries.
-
-    Args:
-        target: the target.
-        entries: the entries of its cache, as shapes.
-        queries: the number of tokens of a row in the pass.
-    """
-    config, slots = target.config, num_slots(entries)
-    if config.indexer is None or slots <= reach(config, queries, devices_of(target.mesh)):
-        return entries
-    copied = min(slots, queries * config.indexer.topk)
-
-    def with_copies(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape = (*leaf.shape[:2], copied, *leaf.shape[3:])
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
-
-    return tuple(
-        (*jax.tree.map(with_copies, entry[:ATTENDED]), *entry[ATTENDED:]) for entry in entries
-    )
 
 
 def bytes_of_draft(

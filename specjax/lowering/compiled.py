@@ -23,7 +23,7 @@ from specjax.errors import InputError
 from specjax.lowering import abstract, hlo
 from specjax.lowering.topologies import compiler_options
 from specjax.models.attention import BLOCK, LOOP, SHORT_ROWS, block_width
-from specjax.models.sparse_attention import devices_of
+from specjax.models.sparse_attention import devices_of, entries_read
 from specjax.models.transformer import Target
 from specjax.planning.work import attention_work, product_work
 from specjax.progress import waiting
@@ -237,16 +237,12 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     state = abstract.with_shardings(state, executable.output_shardings)
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache, states = state.cache.layers, state.cache.states
-    shape = drafter.draft_shape
-    verified = abstract.entries_read(setup.target, cache, shape.nodes)
+    devices = devices_of(setup.mesh)
+    verified = entries_read(setup.target.config, cache, drafter.draft_shape.nodes, devices)
     floor = abstract.bytes_of_pass(setup.target, (verified, states))
     by_layer = [
         entry if linear is None else linear
-        for entry, linear in zip(
-            abstract.entries_read(setup.target, cache, shape.width),
-            states or (None,) * len(cache),
-            strict=True,
-        )
+        for entry, linear in zip(cache, states or (None,) * len(cache), strict=True)
     ]
     floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, by_layer)
     # The scales of a quantized cache have three axes. They are small: copies of them do not count.

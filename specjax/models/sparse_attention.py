@@ -29,7 +29,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax.models.attention import BLOCK, LOOP, Filled, Piece, Sparse
-from specjax.models.cache import Entry
+from specjax.models.cache import Entries, Entry
 from specjax.models.config import Indexer, ModelConfig
 from specjax.models.params import Params
 from specjax.models.primitives import layer_norm, linear
@@ -103,6 +103,36 @@ def reach(config: ModelConfig, queries: int, devices: int = 1) -> int:
 def devices_of(mesh: Mesh | None) -> int:
     """Return the number of devices that share the heads of a model."""
     return 1 if mesh is None else mesh.shape["model"]
+
+
+def entries_read(
+    config: ModelConfig, entries: Sequence[Entry], queries: int = 1, devices: int = 1
+) -> Entries:
+    """Return the shapes of the entries that a pass reads of full rows.
+
+    They are the copies that `reach` says are made for each query, or else all entries. Queries of a
+    tree select many of the same tokens. These count for each query, as they are copied.
+
+    Args:
+        config: the configuration of a model, with an indexer or without.
+        entries: the entries of layers of its cache, as shapes or arrays.
+        queries: T, the number of queries of a row.
+        devices: the number of devices that share the heads.
+    """
+    if config.indexer is None:
+        return tuple(entries)
+    copies, whole = queries * config.indexer.topk, reach(config, queries, devices)
+
+    def shape_read(part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        rows, heads, slots, *sizes = part.shape
+        slots = slots if slots <= whole else min(slots, copies)
+        return jax.ShapeDtypeStruct(
+            (rows, heads, slots, *sizes), part.dtype, sharding=part.sharding
+        )
+
+    return tuple(
+        (*jax.tree.map(shape_read, entry[:ATTENDED]), *entry[ATTENDED:]) for entry in entries
+    )
 
 
 def index_key(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> jax.Array:

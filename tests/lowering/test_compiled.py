@@ -22,6 +22,7 @@ from specjax.cli.main import main
 from specjax.cli.plan import compile as plan_compile
 from specjax.cli.plan import compile_training
 from specjax.drafters import (
+    MTP,
     DraftModel,
     Eagle,
     EagleWithLayerAttention,
@@ -32,7 +33,7 @@ from specjax.drafters import (
     PromptLookup,
 )
 from specjax.drafters.registry import METHODS
-from specjax.drafts.shapes import Chain, DynamicTree
+from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.lowering import abstract, compiled, topologies
 from specjax.lowering.compiled import Setup, compile_program, compile_step
@@ -234,10 +235,14 @@ def test_a_step_with_caches_in_pages_is_given_as_much(drafter) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", [None, 64])
-def test_selected_entries_of_a_long_text_are_read_alone(page) -> None:
+@pytest.mark.parametrize(
+    ("page", "drafter"),
+    [(None, NoDraft()), (64, PromptLookup(draft=Chain(3)))],
+    ids=["plain", "chain"],
+)
+def test_selected_entries_of_a_long_text_are_read_alone(page, drafter) -> None:
     """Compare a step with one whose selections are so large that the whole cache is read."""
-    context, steps, works = 16_384, [], []
+    context, steps, works = 4_096, [], []
     for topk in (context // 64, context // 2):
         changes = {
             "max_positions": context,
@@ -250,13 +255,15 @@ def test_selected_entries_of_a_long_text_are_read_alone(page) -> None:
         mesh = make_mesh(1, 1)
         target = abstract.abstract_model(config, mesh, jnp.float32)
         setup = Setup(target, mesh, CHIP, 1, context - 64, 64, page=page)
-        steps.append(compile_step(setup, NoDraft(), "plain"))
-        works.append(attention_work(config, 1, 1, context, kv_bytes=4.0).bytes)
+        steps.append(compile_step(setup, drafter, "step"))
+        nodes = drafter.draft_shape.nodes
+        works.append(attention_work(config, 1, nodes, context, kv_bytes=4.0).bytes)
     copied, whole = steps
     latents = 4 * context * (512 + 64)
-    assert whole.floor - copied.floor == latents * 63 / 64
-    assert works[1] - works[0] == latents * 61 / 64  # a copy is moved three times
-    assert whole.decode.bytes - copied.decode.bytes > latents * 61 / 64
+    assert whole.floor - copied.floor == latents * (64 - nodes) / 64
+    difference = latents * (64 - 3 * nodes) / 64  # a copy is moved three times
+    assert works[1] - works[0] == difference
+    assert whole.decode.bytes - copied.decode.bytes > difference
     assert whole.flops > copied.flops
 
 
@@ -288,29 +295,37 @@ def test_heads_that_devices_share_decide_whether_entries_are_copied() -> None:
 # --- what drafting must read ----------------------------------------------------------------------
 
 
-def sparse_target() -> Target:
-    """Return a model whose tree passes copy selected entries of rows with more than 30 slots."""
-    return Target.init(tiny_config(**SPARSE), jax.random.key(0))
-
-
 def drafting_bytes(drafter, target) -> int:
     state, cache = drafter.start(target, BATCH, CONTEXT), target.new_cache(BATCH, CONTEXT).layers
     return abstract.bytes_of_draft(drafter, target, state, cache)
 
 
-@pytest.mark.parametrize("context", [30, 40])
-def test_early_exit_reads_the_entries_that_its_layers_select(context) -> None:
-    """Count the latents and rotated keys of long rows once for each query and selected token."""
-    target, size = sparse_target(), abstract.bytes_of_one
-    assert reach(target.config, 2) == 30
-    drafter = EarlyExit(layers=1, draft=DynamicTree(top_k=2, depth=3, nodes=6))
-    cache = target.new_cache(BATCH, context).layers
-    *attended, index_keys = cache[0]
-    share = 1 if context == 30 else 2 * target.config.indexer.topk / context
-    read = abstract.entries_read(target, cache, drafter.draft_shape.width)
-    weights = size((target.params["layers"][:1], target.params["lm_head"]))
-    expected = weights + share * size(attended) + size(index_keys)
-    assert abstract.bytes_of_draft(drafter, target, (), read) == 3 * expected
+@pytest.mark.parametrize("name", ["early exit", "draft model", "mtp"])
+def test_sparse_layers_that_draft_read_what_a_query_selects(name) -> None:
+    """Compare caches of twice the slots: of long rows, only more index keys are read."""
+    sizes = SPARSE | {"indexer": replace(SPARSE["indexer"], shared_layers=())}
+    target = Target.init(tiny_config(**sizes), jax.random.key(0))
+    fields = ("mla", "indexer", "num_heads", "num_kv_heads", "head_dim")
+    sparse_layer = {field: getattr(target.config, field) for field in fields}
+    topk, whole = target.config.indexer.topk, reach(target.config, 1)
+    drafter = {
+        "early exit": lambda: EarlyExit(layers=2, draft=Chain(3)),
+        "draft model": lambda: DraftModel(target, draft=Chain(3)),
+        "mtp": lambda: MTP.init(target, jax.random.key(1), Chain(3), **sparse_layer),
+    }[name]()
+    layers = {"early exit": 2, "draft model": 3, "mtp": 1}[name]
+
+    def bytes_read(slots: int) -> int:
+        cache, state = target.new_cache(BATCH, slots).layers, drafter.start(target, BATCH, slots)
+        return abstract.bytes_of_draft(drafter, target, state, cache)
+
+    *attended, index_keys = (
+        abstract.bytes_of_one(part) for part in target.new_cache(BATCH, 1).layers[0]
+    )
+    short, of_reach, long = map(bytes_read, (whole - 1, whole, 2 * whole))
+    of_slot = sum(attended) + index_keys
+    assert of_reach - short == 3 * layers * of_slot
+    assert long - of_reach == 3 * layers * (whole * index_keys - (whole - topk) * sum(attended))
 
 
 @pytest.mark.parametrize("tli", [0, 2])

@@ -46,6 +46,7 @@ from specjax.models.fields import (
 from specjax.models.layers import decoder_layer, linear, normed
 from specjax.models.params import Params, matrix, norm
 from specjax.models.rope import rotations
+from specjax.models.sparse_attention import devices_of, entries_read
 from specjax.models.transformer import Target
 
 Layout = Literal["mimo", "mimo_v2", "deepseek", "qwen", "nemotron"]
@@ -576,8 +577,9 @@ class MTP(FeatureDrafter):
     def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level: one of the modules with its part of the cache."""
         if state:
+            layers = state.cache.layers[: self.sizes.num_layers]
             module_state = (
-                state.cache.layers[: self.sizes.num_layers],
+                entries_read(self.sizes, layers, devices=devices_of(self.mesh)),
                 state.cache.length,
                 state.newest,
             )
