@@ -19,7 +19,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     else:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specjax-tests-")
         atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+# Most programs are single operations. Reading one takes half the time of compiling it.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Most of the time goes into compiling. With the least effort and XLA's older emitters, it takes a
 # quarter of the time; long computations then take half as long again.
 _FAST_COMPILATION = (
@@ -52,7 +53,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -138,39 +139,25 @@ def _shows_nothing_before_and_after(monkeypatch) -> None:
     monkeypatch.setattr(progress, "_display", progress._Nothing())
 
 
+# Its value is a part of the key of everything that JAX caches in this process.
+_patches = jax.make_user_context(0)
+_patch_numbers = count(1)
+
+
 @contextmanager
 def own_programs() -> Iterator[None]:
-    """Free the compiled programs before and after a test that patches what is compiled.
+    """Keep the programs of a test that patches what is compiled apart from those of other tests.
 
-    So the test does not use an older program, and no other test uses a program of this one.
+    They are traced anew inside, in the thread that enters, and are used nowhere else.
     """
-    _free_compiled_programs()
-    yield
-    _free_compiled_programs()
+    with _patches(next(_patch_numbers)):
+        yield
 
 
 @pytest.fixture
 def compiled_anew():
     with own_programs():
         yield
-
-
-@pytest.hookimpl(trylast=True)  # after pytest has put tests of one fixture beside each other
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests that free the compiled programs last in their module.
-
-    The rest of the module shares its programs.
-    """
-    items[:] = [
-        item
-        for _, module in groupby(items, key=lambda item: item.path)
-        for item in sorted(module, key=frees_programs)
-    ]
-
-
-def frees_programs(item: pytest.Item) -> bool:
-    """Return whether a test uses `compiled_anew`."""
-    return "compiled_anew" in getattr(item, "fixturenames", ())
 
 
 ASSETS = Path(__file__).parents[1] / "specjax" / "assets"

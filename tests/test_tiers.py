@@ -6,12 +6,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from tests import conftest, costs
+from tests import costs
+from tests.conftest import own_programs
 
 ROOT = Path(__file__).parents[1]
 CASES = """
@@ -168,16 +169,17 @@ def test_a_loop_that_never_ends_fails_and_the_others_go_on(tmp_path) -> None:
     assert "1 failed, 1 passed" in result.stdout
 
 
-def test_tests_that_free_the_programs_come_last_in_their_module() -> None:
-    tests: list[Any] = [
-        SimpleNamespace(path=path, name=name, fixturenames=fixtures)
-        for path, name, fixtures in (
-            ("a.py", "frees", ["tmp_path", "compiled_anew"]),
-            ("a.py", "first", []),
-            ("a.py", "second", ["target"]),
-            ("b.py", "frees too", ["compiled_anew"]),
-            ("b.py", "third", []),
-        )
-    ]
-    conftest.pytest_collection_modifyitems(tests)
-    assert [test.name for test in tests] == ["first", "second", "frees", "third", "frees too"]
+def test_patched_programs_are_used_by_no_other_test() -> None:
+    @jax.jit
+    def doubled(x: jax.Array) -> jax.Array:
+        return jnp.add(x, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        assert doubled(jnp.int32(3)) == 6
+        with own_programs():
+            patch.setattr(jnp, "add", jnp.multiply)
+            assert doubled(jnp.int32(3)) == 9
+            assert doubled(jnp.int32(5)) == 25
+    with own_programs():
+        assert doubled(jnp.int32(3)) == 6
+    assert doubled(jnp.int32(5)) == 10
