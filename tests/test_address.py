@@ -128,6 +128,7 @@ def test_with_an_address_the_readme_has_its_badges_below_the_title(addressed) ->
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_with_an_address_a_notebook_has_one_badge_in_its_first_cell(path, addressed) -> None:
     before = json.loads((ROOT / "notebooks" / path.name).read_text())

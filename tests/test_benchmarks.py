@@ -131,6 +131,7 @@ def test_methods_are_chosen_by_the_beginnings_of_their_names() -> None:
     assert decode.chosen(drafters, ()) == drafters
 
 
+@pytest.mark.full
 def test_loops_are_counted() -> None:
     """Count loops in the text of a random model, which repeats itself before long."""
     target = tiny_target(seed=2, vocab_size=4)

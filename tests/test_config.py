@@ -144,6 +144,7 @@ def test_every_configuration_of_the_project_can_be_used(file) -> None:
     assert file.read_text().startswith("# ")  # what it trains, and what to expect
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "name", "sizes"),
     [

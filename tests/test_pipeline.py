@@ -162,6 +162,7 @@ def test_a_chat_goes_through_the_models_template(generator) -> None:
         chatty([{"role": "bad", "content": "hello"}])
 
 
+@pytest.mark.full
 def test_every_bit_of_a_seed_counts(tiny_pair) -> None:
     """Check seeds that agree in their last 32 bits, too.
 

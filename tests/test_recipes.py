@@ -63,6 +63,7 @@ def test_hours_are_operations_at_a_share_of_the_peak() -> None:
     assert recipes.hours(config, target, find_chip("h100"), 8, 0.2) == pytest.approx(on_a_chip / 4)
 
 
+@pytest.mark.full
 def test_a_cell_is_compiled_in_another_process_and_its_memory_is_completed(monkeypatch) -> None:
     memory = {"arguments": 10, "temporaries": 5, "results": 1}
     program = {"memory": memory, "seconds": 1.2, "a_step": {"cycles": 7}}

@@ -44,6 +44,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.full_except("False")
 @pytest.mark.parametrize("mixed", [False, True])
 def test_probabilities_equal_the_definition(mixed) -> None:
     logits = (
@@ -67,6 +68,7 @@ def test_probabilities_equal_the_definition(mixed) -> None:
             )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setting", SETTINGS[2:])
 def test_probabilities_equal_transformers_warpers(setting) -> None:
     from transformers import generation
@@ -206,6 +208,7 @@ def test_settings_that_are_known_to_be_unused_cost_nothing() -> None:
     assert "exp" not in program(Sampling(temperature=0))
 
 
+@pytest.mark.full
 def test_where_a_row_could_ask_for_a_truncation_and_none_does_no_threshold_is_looked_for(
     monkeypatch,
 ) -> None:
@@ -242,6 +245,7 @@ def test_draws_follow_the_probabilities_and_never_hit_zero(vocab) -> None:
     assert g_test(counts, p) >= FALSE_ALARM
 
 
+@pytest.mark.full_except("512-2")
 @pytest.mark.parametrize(("vocab", "size"), [(6, 3), (64, 1), (301, 2), (512, 2)])
 def test_a_grid_of_random_numbers_draws_every_token_exactly_as_often_as_it_is_likely(
     vocab, size, monkeypatch
@@ -310,6 +314,7 @@ def test_a_rows_keys_do_not_depend_on_its_neighbours() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_threshold_is_the_same_however_many_bits_a_pass_finds(bits) -> None:
     """Compare thresholds with ties, and with tokens that cannot be drawn."""

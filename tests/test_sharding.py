@@ -118,6 +118,7 @@ def test_greedy_tokens_are_the_same_on_one_device_and_on_eight(checkpoint, which
     np.testing.assert_array_equal(run(None), run(sharding.make_mesh(2, 4)))
 
 
+@pytest.mark.full
 def test_the_cache_is_sharded_and_streaming_compiles_once(checkpoint) -> None:
     mesh = sharding.make_mesh(2, 4)
     target = specjax.Target.from_pretrained(checkpoint, dtype=np.float32, mesh=mesh)

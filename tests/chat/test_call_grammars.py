@@ -133,6 +133,7 @@ def ending(tokenizer: Any) -> tuple[int, ...]:
     return tuple(token for token in range(len(tokenizer)) if tokenizer.decode([token]) in texts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", WITH_CALLS, ids=lambda family: family.name)
 def test_random_calls_are_read_and_valid(family: ChatFamily, tokenizer, compiler) -> None:
     syntax, rng = family.syntax.calls, random.Random(3)
@@ -180,11 +181,7 @@ def as_models_write(published: Published, text: str) -> str:
     )
 
 
-@pytest.mark.full_except(
-    "tags are text-False-gemma4: call",
-    "tags are text-True-llama3_1: call",
-    "tags are tokens-False-gemma4: two calls",
-)
+@pytest.mark.full
 @pytest.mark.parametrize(("published", "name"), CASES)
 @pytest.mark.parametrize("required", [True, False])
 def test_what_a_template_writes_is_legal(
@@ -400,6 +397,7 @@ def test_unions_and_references_take_bounded_time(definitions, family) -> None:
     assert time.process_time() - start < 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", WITH_CALLS, ids=lambda family: family.name)
 def test_a_schema_that_is_wrong_is_refused_and_no_other_error(family: ChatFamily) -> None:
     """Replace parts of a schema by values of other types."""

@@ -126,6 +126,7 @@ def test_a_layout_that_a_drafter_lacks_is_refused(drafter, tmp_path, capsys) -> 
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.full
 def test_a_dry_run_says_what_a_run_takes_and_takes_nothing(tmp_path, capsys) -> None:
     target = save_tiny(tmp_path / "target", num_layers=1)
     file = tmp_path / "run.yaml"

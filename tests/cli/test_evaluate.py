@@ -361,6 +361,7 @@ def test_copies_of_copies_are_on_the_side_of_the_first(tiny_pair, tmp_path) -> N
     assert twice.read_text() == whole  # none was missing
 
 
+@pytest.mark.full
 def test_equal_documents_are_on_one_side_of_the_split(tiny_pair, tmp_path) -> None:
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, 4 * [f"{letter} = 1 + 2" for letter in "abcdefgh"])

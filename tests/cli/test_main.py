@@ -48,6 +48,7 @@ def generate_with(pair: tuple[str, str], *options: str) -> tuple[str, ...]:
     return (*words, "--max-new-tokens", "8", *options)
 
 
+@pytest.mark.full
 def test_generate_streams_the_text_that_json_reports(capsys, tiny_pair) -> None:
     arguments = generate_with(tiny_pair, "--drafter", tiny_pair[1])
     code, out, err = run(capsys, *arguments)
@@ -78,6 +79,7 @@ def test_generate_with_a_drafter_whose_name_has_a_setting(capsys, tiny_pair, tmp
     assert code == 2 and "tli=9: the target has" in " ".join(err.split())
 
 
+@pytest.mark.full
 def test_generate_with_a_cache_in_8_bits(capsys, tiny_pair) -> None:
     target = specjax.Target.from_pretrained(tiny_pair[0], cache_dtype="int8")
     records = []
@@ -160,6 +162,7 @@ def test_a_corpus_changes_no_text(capsys, tmp_path, tiny_pair) -> None:
     assert json.loads(out)["statistics"]["drafted"] > 0
 
 
+@pytest.mark.full
 def test_a_file_of_prompts_is_one_batch(capsys, tmp_path, tiny_pair) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(
@@ -507,6 +510,7 @@ def test_a_draft_tree_is_drawn(tmp_path, capsys, tiny_pair) -> None:
     assert json.loads(captured.out)["statistics"]["drafted"] > 0
 
 
+@pytest.mark.full
 def test_auto_takes_what_the_comparison_finds_fastest(monkeypatch, capsys, tiny_pair) -> None:
     for draft, words in (
         (StaticTree(((0,), (1,))), "static tree, 3 nodes, 1 deep"),

@@ -263,6 +263,7 @@ SMALL = {  # arguments of ``init`` if the usual sizes do not fit so small a targ
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [name for name, method in METHODS.items() if method.trained is not None]
 )
@@ -425,6 +426,7 @@ PICTURES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arguments", PICTURES.values(), ids=PICTURES)
 def test_the_picture_is_written_and_shows_something(capsys, tmp_path, arguments) -> None:
     path = tmp_path / "plan.png"

@@ -50,6 +50,7 @@ def test_a_texts_tokens_are_the_prompts_and_the_targets(tiny_pair, tmp_path) -> 
         )
 
 
+@pytest.mark.full
 def test_an_end_that_the_target_wrote_is_a_token_of_its_answer(tiny_pair, tmp_path) -> None:
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, TEXTS)

@@ -122,6 +122,7 @@ def test_ended_texts_are_read_once_more_unless_that_is_off(
     assert options["reread"] is expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "free", "capacity", "words"),
     [

@@ -47,6 +47,7 @@ def test_it_writes_as_far_as_it_is_asked_to(looking_up) -> None:
     assert looking_up.report.tokens == ()
 
 
+@pytest.mark.full
 def test_a_client_drafts_from_text_files(tmp_path) -> None:
     """Without a server the drafter writes what follows the prompt in the file."""
     tokenizer = text.load_tokenizer(embedded("target"))

@@ -133,7 +133,7 @@ def test_faults_do_what_they_are_called(places) -> None:
     assert restarted.report.resumes >= 1 and restarted.seconds > 0.7
 
 
-@pytest.mark.full_except("a verdict of another draft")
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", ["another key", "a verdict of another draft"])
 def test_a_wrong_one_is_found(places, monkeypatch, wrong) -> None:
     """Check that the tests above fail if a client accepts what it must not."""

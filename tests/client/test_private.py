@@ -78,6 +78,7 @@ def test_what_cannot_be_kept_back_is_refused(tokenizer) -> None:
 # --- keys at other places -------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rope",
     [

@@ -36,6 +36,7 @@ def test_each_program_is_recorded_and_documented_with_the_version_that_is_tested
         assert version in guide
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FILES)
 def test_what_a_program_sends_is_answered_whole_and_streamed(name: str, service: Service) -> None:
     assert FILES[name]["requests"]

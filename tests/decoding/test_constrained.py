@@ -175,6 +175,7 @@ def test_a_stream_gives_the_same_text_and_a_second_call_compiles_nothing() -> No
     assert compilations() == before
 
 
+@pytest.mark.full
 def test_a_row_that_no_token_ends_ends_with_its_grammar() -> None:
     result = generate("chain", eos_token_ids=(), grammar=compiler().compile(GRAMMARS["choice"]))
     decoded = [small_tokenizer().decode(text) for text in outputs(result)]
@@ -182,6 +183,7 @@ def test_a_row_that_no_token_ends_ends_with_its_grammar() -> None:
     assert result.grammar_completed.all()
 
 
+@pytest.mark.full
 def test_a_text_that_cannot_go_on_is_an_error() -> None:
     grammar = compiler().compile(specjax.Choice(["df", "dab"]))
     free = [None] * (len(PROMPTS) - 1)

@@ -68,7 +68,7 @@ def test_rows_differ_and_keys_matter(run, plain) -> None:
     assert sum(a == b for a, b in zip(again[1:], plain[1:], strict=True)) <= 1
 
 
-@pytest.mark.full_except("None")
+@pytest.mark.full
 @pytest.mark.parametrize("name", [None, "draft model, dynamic"])
 def test_a_row_is_the_same_alone_and_in_any_batch(target, run, plain, name) -> None:
     drafter = drafters()[name] if name else None

@@ -102,6 +102,7 @@ def test_plain_decoding_of_one_row_is_compiled_as_ever(eigen_is_faster) -> None:
     assert lowered[0] == lowered[1]
 
 
+@pytest.mark.full
 def test_a_loop_inside_another_program_is_compiled_with_it(eigen_is_faster) -> None:
     """Check that a loop inside a program compiles: XLA takes options of whole programs only."""
     target, drafter = tiny_target(), DraftModel(tiny_target(seed=5, num_layers=1), draft=Chain(4))

@@ -81,6 +81,7 @@ def greedy_oracle(target, prompt: list[int], count: int, eos=()) -> list[int]:
 forward = jax.jit(lambda target, tokens: target.forward(tokens)[0])
 
 
+@pytest.mark.full_except("draft model", "dynamic draft model")
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_greedy_equals_decoding_without_a_cache(target, name) -> None:
     drafter = drafters()[name] if name else None
@@ -369,6 +370,7 @@ class FromElsewhere(NoDraft):
     draft: Chain = struct.field(pytree_node=False, default=Chain(3))
 
 
+@pytest.mark.full
 def test_a_draft_may_come_from_elsewhere(target) -> None:
     """Check that `advance` verifies any draft, here one that was made by hand."""
     plain = specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=4)
@@ -558,6 +560,7 @@ def test_a_draft_may_be_shallower_than_the_state(target, kind, rule) -> None:
     assert np.all(np.asarray(stats.accepted)[: 3 if rule == "coupled" else 1] > 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["static tree", "grown tree"])
 def test_a_tree_from_elsewhere_is_refused_where_the_rule_verifies_chains(target, kind) -> None:
     options = GenerationOptions(max_new_tokens=NEW, sampling=Sampling(), rule="block")
@@ -623,6 +626,7 @@ def test_lengths_share_compiled_programs(target) -> None:
     assert compiled <= sizes + widths + 12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [None, "dynamic draft model"])
 def test_every_row_may_have_end_tokens_of_its_own(target, name) -> None:
     drafter = drafters()[name] if name else None
@@ -684,7 +688,7 @@ def test_a_prompt_near_the_last_position_is_served_with_a_drafter_too(target) ->
         specjax.generate(short, drafter.replace(model=shorter), prompt, max_new_tokens=2)
 
 
-@pytest.mark.full_except("static early exit")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ENDINGS)
 def test_stream_yields_what_generate_returns(target, name) -> None:
     options = {
@@ -735,9 +739,7 @@ def test_five_different_requests_compile_three_programs() -> None:
     assert compilations() - before <= 3
 
 
-@pytest.mark.full_except(
-    "None", "draft model", "dynamic draft model", "early exit", "static early exit"
-)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [None, *(pytest.param(n, marks=[pytest.mark.thorough] * (n in ALIKE)) for n in NAMES)]
 )
@@ -792,7 +794,7 @@ IN_PLACE = [
 ]
 
 
-@pytest.mark.full_except("None-None-64", "None-None-None", "early exit-None-None")
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "rule", "page"), IN_PLACE)
 def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(
     name, rule, page
@@ -972,7 +974,7 @@ class _Reader(PromptLookup):
         return super().propose(target, state, root, sampling, keys, active)
 
 
-@pytest.mark.full_except("layers1", "layers2")
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [(), (1,), (0, 2)])
 def test_a_drafter_is_given_the_cache_of_exactly_the_layers_that_it_reads(layers) -> None:
     target, caches = tiny_target(**LAYERED["differing"]), []

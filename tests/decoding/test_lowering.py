@@ -91,16 +91,7 @@ def test_decoding_with_a_cache_in_8_bits_lowers(target, method, monkeypatch) -> 
         assert kernel in lowered(small, drafter, platform, Sampling(temperature=0.7, top_p=0.9))
 
 
-@pytest.mark.full_except(
-    "bfloat16-dims0-1-None-cuda",
-    "bfloat16-dims0-1-None-tpu",
-    "bfloat16-dims1-1-None-cuda",
-    "bfloat16-dims1-1-None-tpu",
-    "float32-dims0-60-64-tpu",
-    "float32-dims1-1-None-cuda",
-    "float32-dims2-1-None-cuda",
-    "float32-dims2-60-None-cuda",
-)
+@pytest.mark.full
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize("count", [1, 60])
@@ -123,14 +114,7 @@ def test_attention_in_8_bits_lowers(dims, count, page, dtype, platform) -> None:
     )
 
 
-@pytest.mark.full_except(
-    "bfloat16-dims0-64",
-    "bfloat16-dims1-None",
-    "float32-dims2-None",
-    "float32-dims3-64",
-    "float32-dims4-64",
-    "float32-dims5-64",
-)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "page", [None, 64, *(pytest.param(page, marks=pytest.mark.thorough) for page in (16, 256))]
 )
@@ -152,16 +136,7 @@ def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype, page) -> None
     assert KERNELS["cuda"] in lower(partial(attend, values_part=2 - len(dims)), "cuda", q, pieces)
 
 
-@pytest.mark.full_except(
-    "1-16-dims4-1-64-cuda",
-    "4-2-dims1-1-None-cuda",
-    "4-8-dims2-60-None-cuda",
-    "8-7-dims3-1-64-cuda",
-    "8-7-dims3-1-None-cuda",
-    "8-7-dims3-60-64-tpu",
-    "8-8-dims0-1-64-cuda",
-    "8-8-dims0-60-None-tpu",
-)
+@pytest.mark.full
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize("count", [1, 60])

@@ -180,6 +180,7 @@ def expected(setting: str) -> list[list[int]]:
     ]
 
 
+@pytest.mark.full_except("dynamic tree-truncated")
 @pytest.mark.parametrize(
     ("drafter", "setting"),
     [
@@ -205,6 +206,7 @@ def test_every_text_is_the_oracles(drafter, setting) -> None:
     assert len(differing) >= len(STATED) - 2
 
 
+@pytest.mark.full
 def test_a_batch_that_states_nothing_runs_the_program_of_before() -> None:
     """Check the state's structure, and that a second call with penalties compiles nothing."""
     neutral = [SETTINGS["drawn"]] * 2

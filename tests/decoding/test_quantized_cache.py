@@ -170,6 +170,7 @@ def test_an_engine_gives_the_text_of_each_request_alone() -> None:
         assert texts[i] == alone.tokens[0, len(prompt) :].tolist()
 
 
+@pytest.mark.full
 def test_the_loop_updates_it_in_place() -> None:
     """Check that no array of a cache's shape is copied, neither numbers nor scales."""
     target = in_8_bits(num_heads=8, num_kv_heads=4, head_dim=32)

@@ -336,6 +336,7 @@ def test_a_prompt_is_read_in_chunks_to_its_last_token_but_one(length) -> None:
     assert row_of(host.decode(host.drafter), 2) == expected_text(text)
 
 
+@pytest.mark.full
 def test_a_row_that_is_read_leaves_the_others_alone() -> None:
     rng, host = np.random.default_rng(0), Host(make("eagle3"))
     first, second = (random_text(rng, number, 2 * CHUNK, 10) for number in (1, 2))
@@ -375,6 +376,7 @@ def test_end_tokens_and_limits() -> None:
     assert progress.done.all()
 
 
+@pytest.mark.full
 def test_a_row_that_is_done_ends_the_steps_where_that_is_asked() -> None:
     rng, host = np.random.default_rng(2), Host(make("eagle3"))
     texts = [random_text(rng, number, 4, most) for number, most in enumerate((12, 3, 20))]

@@ -142,6 +142,7 @@ With arrays of p, q and ids it was 27, 19 and 6.
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the numbers are those of a CPU")
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("rule", BYTES)
@@ -475,6 +476,7 @@ def test_a_gpu_masks_end_tokens_without_a_branch() -> None:
     assert branches("cuda") == branches("rocm") == branches("cpu") - 1 == branches("tpu") - 1
 
 
+@pytest.mark.full_except("tree-all rows")
 @pytest.mark.parametrize("greedy", ["all rows", "some rows"])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 def test_greedy_rows_go_where_the_likeliest_token_is_that_may_come_there(shape, greedy) -> None:

@@ -758,6 +758,7 @@ def some_tree(rng: np.random.Generator, nodes: int) -> np.ndarray:
     return np.array([-1] + [rng.integers(0, n) for n in range(1, nodes)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", ["chain", "static", "on the device", "among rows that are not greedy"]
 )
@@ -891,6 +892,7 @@ def exponentials(jaxpr) -> list:
     return arrays
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("how", [*TREES, "chosen", "drawn"])
 def test_the_targets_distribution_is_formed_where_the_walk_goes_and_not_at_all_nodes(

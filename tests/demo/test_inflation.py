@@ -15,6 +15,7 @@ from tests.conftest import ASSETS, LAYERED, tiny_target
 LARGER = {"hidden_size": 48, "intermediate_size": 80, "num_layers": 5}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family",
     [

@@ -107,12 +107,7 @@ def test_taps_are_counted_as_ours_are(any_text) -> None:
     np.testing.assert_allclose(output.logits[0], any_text.logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.full_except(
-    "llama-anchor drafts",
-    "llama-windows, both ways",
-    "qwen3-full vocabulary",
-    "qwen3-windows, causal",
-)
+@pytest.mark.full
 @pytest.mark.parametrize("variant", DFLASH)
 def test_dflash(variant, any_text, tmp_path) -> None:
     needs_speculators()
@@ -123,6 +118,7 @@ def test_dflash(variant, any_text, tmp_path) -> None:
     assert_the_same(slow_of(tmp_path / "drafter", any_text, **slow), any_text, blocks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", DSPARK)
 def test_dspark(variant, text, tmp_path) -> None:
     needs_speculators()
@@ -164,6 +160,7 @@ def test_dflash2(anchor_drafts, text, tmp_path) -> None:
     assert np.abs(plain - blocks.states[1]).max() > 0.1  # the convolutions change states
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", PEAGLE)
 def test_peagle(variant, any_text, tmp_path) -> None:
     needs_speculators()

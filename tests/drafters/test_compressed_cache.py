@@ -32,7 +32,7 @@ def started(target, drafter, **options):
     return decoding.start(target, drafter, PROMPTS, LENGTHS, replace(GREEDY, **options))
 
 
-@pytest.mark.full_except("draft1-scheme1")
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", [Streaming(), SnapKV(window=8)])
 @pytest.mark.parametrize("draft", [Chain(3), StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))])
 def test_a_budget_that_holds_everything_drafts_the_targets_own_tokens(

@@ -143,6 +143,7 @@ def ended(drafter, target, text) -> list[int]:
     return (np.asarray(draft.valid).sum(axis=1) - 1).tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["zlab", "jetspec", "deepspec"])
 def test_the_other_publishers_layouts_are_read_and_written(layout, text, target, tmp_path) -> None:
     needs_speculators()
@@ -212,6 +213,7 @@ SAVED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("which", SAVED)
 def test_what_is_saved_is_read_bit_for_bit(which, tmp_path) -> None:
     layout, drafter = SAVED[which]
@@ -553,7 +555,7 @@ def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) 
     assert np.abs(block[[0, 2]] - whole[[0, 2]]).max() > 1e-3
 
 
-@pytest.mark.full_except("jetspec")
+@pytest.mark.full
 @pytest.mark.parametrize("which", RINGED)
 def test_a_small_cache_that_holds_the_text_changes_nothing(which, features) -> None:
     target, drafter = tiny_target(), with_more_weight(RINGED[which]())

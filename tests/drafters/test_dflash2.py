@@ -54,7 +54,7 @@ def target(text) -> Target:
 # --- against the oracles ---
 
 
-@pytest.mark.full_except("options2")
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"sample_from_anchor": True}, {"conv_kernel_size": 3}])
 def test_a_chain_is_that_of_speculators(options, text, target, tmp_path) -> None:
     needs_speculators()
@@ -132,13 +132,7 @@ FACTORS_AT = {  # fields inside of dflash_config, fields outside of it, and the 
 }
 
 
-@pytest.mark.full_except(
-    "a bound alone-dflash",
-    "a factor alone-dflash",
-    "beside it-dflash",
-    "in both, of which the inner ones count-dflash2",
-    "in dflash_config-dflash",
-)
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["dflash", "dflash2"])
 @pytest.mark.parametrize("which", FACTORS_AT)
 def test_factors_of_embeddings_and_logits_are_those_of_z_lab(
@@ -201,7 +195,7 @@ def test_a_bound_of_the_drafter_takes_the_place_of_the_target_s() -> None:
         np.testing.assert_allclose(changed.logits(target, states), expected, atol=1e-4)
 
 
-@pytest.mark.full_except("DFlash2")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [DFlash, DFlash2])
 def test_with_factors_a_greedy_text_is_the_target_s(kind) -> None:
     target = tiny_target()
@@ -213,7 +207,7 @@ def test_with_factors_a_greedy_text_is_the_target_s(kind) -> None:
     np.testing.assert_array_equal(drafted.tokens, plain.tokens)
 
 
-@pytest.mark.full_except("True")
+@pytest.mark.full
 @pytest.mark.parametrize("anchor_drafts", [False, True])
 def test_speculators_reads_what_is_written(anchor_drafts, text, target, tmp_path) -> None:
     needs_speculators()
@@ -299,6 +293,7 @@ def test_convolutions_begin_as_doing_nothing() -> None:
     )
 
 
+@pytest.mark.full
 def test_a_block_is_read_whole_unless_it_is_causal() -> None:
     """Check that a causal block has the same states as if it were read whole.
 
@@ -389,6 +384,7 @@ def test_drawn_chains_have_the_distribution_that_they_say() -> None:
     assert conformance.g_test(counts.ravel(), forgets) < conformance.FALSE_ALARM
 
 
+@pytest.mark.full
 def test_truncation_is_of_the_candidates_distribution() -> None:
     drafter = of_tiny(draft=1)
     draft, _ = proposed(drafter, Sampling(temperature=2.0, top_k=2), 500)
@@ -398,6 +394,7 @@ def test_truncation_is_of_the_candidates_distribution() -> None:
     assert set(draft.tokens[:, 1].tolist()) == set(np.flatnonzero(softmax(scores)).tolist())
 
 
+@pytest.mark.full
 def test_siblings_are_drawn_without_replacement() -> None:
     drafter, rows = of_tiny(draft=specjax.SampledTree((2, 2))), 40_000
     draft, _ = proposed(drafter, Sampling(temperature=2.0), rows)
@@ -472,6 +469,7 @@ def paths_of(draft) -> set[tuple[int, ...]]:
     return set(paths[1:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("candidates", [1, 2])
 def test_an_end_that_must_not_come_yet_is_no_candidate(candidates) -> None:
     """Check that another candidate replaces the likeliest token if it would end the text too early.

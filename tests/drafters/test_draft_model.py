@@ -234,6 +234,7 @@ def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(
     assert len(lengths) > 2
 
 
+@pytest.mark.full
 def test_the_drafting_loop_ends_with_the_last_row_that_drafts(target) -> None:
     """Check that a draft that always stops at once leaves the rest of the buffers unchanged."""
     drafter = DraftModel(model=tiny_target(seed=5, num_layers=1), draft=Chain(6, stop_below=1.0))

@@ -78,7 +78,7 @@ def independent_model(layers: int = 1, kind: str = "llama", **flags):
     return model.eval()
 
 
-@pytest.mark.full_except("norm_before_fc")
+@pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
     """Compare logits after reading speculators' own checkpoint.

@@ -123,6 +123,7 @@ def tables(ties: bool) -> np.ndarray:
     return rng.normal(size=(V, V)).astype(np.float32) * 2
 
 
+@pytest.mark.full_except("read_path-random-dynamic tree, 14 nodes, 4 deep")
 @pytest.mark.parametrize(
     "shape",
     [DynamicTree(3, 4, 14), DynamicTree(4, 3, 20), DynamicTree(10, 7, 60), DynamicTree(5, 1, 4)],
@@ -287,12 +288,7 @@ BY_DEPTH = [
 ]
 
 
-@pytest.mark.full_except(
-    "coupled-dynamic tree, 6 nodes, 4 deep",
-    "drawn-static tree, 6 nodes, 3 deep",
-    "greedy-chain of 4",
-    "greedy-chain of 4, ending below 0.7",
-)
+@pytest.mark.full
 @pytest.mark.parametrize("shape", BY_DEPTH, ids=str)
 @pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
 def test_expand_by_depth_equals_expand_with_the_same_logits_at_every_node_of_a_depth(
@@ -363,6 +359,7 @@ def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement(
     np.testing.assert_allclose(draft.q[0, 1], p[1], atol=1e-6)
 
 
+@pytest.mark.full_except("truncation1")
 @pytest.mark.parametrize("truncation", [{"top_k": 2}, {"top_p": 0.01}, {"min_p": 1.0}, {}])
 def test_coupled_children_are_those_that_truncation_leaves_and_then_the_next_likely_ones(
     truncation,

@@ -276,6 +276,7 @@ def test_layers_are_summarised_once_for_every_verified_token(monkeypatch) -> Non
     assert ran == [16, drafter.draft_shape.depth + 1]  # the accepted path
 
 
+@pytest.mark.full
 def test_nothing_is_asked_of_the_target_while_it_drafts() -> None:
     """Check K-step boundedness: a draft does not depend on the target's cache.
 
@@ -373,6 +374,7 @@ def test_masks_are_those_of_the_definition(length) -> None:
             assert bool(inside[0, i, j]) == (together and j >= starts[i]), (i, j)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", variants("tli"))
 def test_a_window_is_read_as_if_each_block_were_a_draft(name) -> None:
     """Compare every position of two documents with drafts by the definition."""
@@ -394,6 +396,7 @@ def test_a_window_is_read_as_if_each_block_were_a_draft(name) -> None:
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", variants("no lsa, tli"))
 def test_held_out_chains_are_drafts(name) -> None:
     """Check the chains that the evaluation simulates, at every step, from every root."""
@@ -465,6 +468,7 @@ def test_the_staircase_hides_what_lies_before_the_block() -> None:
         assert changed == ([1] if staircase else list(range(1, 9))), staircase
 
 
+@pytest.mark.full
 def test_the_objective_is_its_formula() -> None:
     target = target_of()
     student = strong(target, tli=1)
@@ -499,6 +503,7 @@ def test_the_objective_is_its_formula() -> None:
     np.testing.assert_allclose(loss, (token + 0.3 * feature)[counted].sum() / 12, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_every_parameter_learns() -> None:
     target = target_of()
     method = MoATraining(target="here", tli=1, shortest_block=2, longest_block=4)

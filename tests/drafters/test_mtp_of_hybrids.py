@@ -269,7 +269,7 @@ def test_modules_alone_are_read_as_they_were_written(tmp_path, name, one_by_one)
     jax.tree.map(np.testing.assert_array_equal, expected, after)
 
 
-@pytest.mark.full_except("qwen3_next")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_new_modules_have_the_names_of_the_published_ones(tmp_path, name) -> None:
     """Check that a trained module can be put beside its hybrid target, and is found there."""

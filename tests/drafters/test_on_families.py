@@ -107,7 +107,7 @@ GREEDY_OFTEN = [
 ]
 
 
-@pytest.mark.full_except("plain-phi3 turned in part")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "name"),
     thoroughly([(method, name) for method in FREE for name in NAMES], GREEDY_OFTEN),
@@ -195,6 +195,7 @@ def test_a_drafter_keeps_its_contract(of, method, name) -> None:
     conformance.check(target, TRAINED[method](target), new_tokens=12, come_and_go=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "name"), [zoo.case(case, case[1]) for case in REFUSED])
 def test_what_a_drafter_cannot_read_is_refused_in_a_line(of, method, name) -> None:
     target, _ = of(name)
@@ -245,7 +246,7 @@ def attention_of_last(model, name: str, tokens: np.ndarray, window: int) -> list
     return [layer[0, :, -window:, : len(tokens) - window].sum(1).numpy() for layer in weights]
 
 
-@pytest.mark.full_except("gemma3")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4 31B", "gemma4 E2B", "gpt_oss"])
 def test_snapkv_keeps_what_the_models_own_attention_chooses(of, name) -> None:
     target, _ = of(name)
@@ -460,7 +461,7 @@ def publish(directory, which: str) -> dict[str, np.ndarray]:
     return tensors
 
 
-@pytest.mark.full_except("ModelOpt", "SpecForge", "speculators")
+@pytest.mark.full
 @pytest.mark.parametrize("which", PUBLISHED)
 def test_an_eagle3_for_gpt_oss_is_read_as_published(of, which, tmp_path) -> None:
     target, texts = of("gpt_oss")

@@ -28,6 +28,7 @@ def oracle(text: list[int], max_ngram: int, length: int) -> list[int]:
     return []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", [2, 4, 30])  # token 0 is an ordinary token
 @pytest.mark.parametrize("max_ngram", [1, 3])
 def test_search_equals_the_oracle(vocab, max_ngram) -> None:
@@ -93,6 +94,7 @@ def look_up(text: list[int], length: int) -> list[int]:
     return draft.tokens[0][: 1 + int(draft.length[0])].tolist()
 
 
+@pytest.mark.full
 def test_a_text_that_repeats_itself_is_copied_beyond_its_end() -> None:
     assert look_up([7, 7, 7, 7], length=8) == [7] * 9
     assert look_up([5, 1, 2, 3, 1, 2, 3], length=5) == [3, 1, 2, 3, 1, 2]

@@ -95,6 +95,7 @@ def test_a_dynamic_tree_has_the_likeliest_paths() -> None:
     assert paths(draft) == {(1,), (1, 2), (2,), (1, 2, 5)}
 
 
+@pytest.mark.full
 def test_with_coupled_sampling_the_children_are_those_that_the_target_is_likely_to_draw() -> None:
     sampling = Sampling(temperature=1.0).rows(1, "coupled")
     probabilities = np.array([0.4, 0.3, 0.2])
@@ -130,6 +131,7 @@ def lists_of(table: AdjacencyTable, row: int) -> dict[int, list[int]]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", [2, 5, 11])
 def test_the_pairs_of_a_text_are_stored_as_if_one_came_after_the_other(vocab) -> None:
     rng = np.random.default_rng(vocab)
@@ -159,6 +161,7 @@ def test_of_equal_tokens_the_deepest_accepted_node_is_stored() -> None:
     assert stored.tolist() == [True, True, False, False, False, True, False]
 
 
+@pytest.mark.full
 def test_likely_tokens_after_every_node_are_stored_and_a_row_that_is_done_keeps_its_table() -> None:
     drafter, target = TokenRecycling(2, Chain(2)), tiny_target()
     state = drafter.start(target, 2, 16)

@@ -25,6 +25,7 @@ from tests.conftest import MIXTURES, tiny_config, tiny_target
 TRAINED = {name: method.trained for name, method in METHODS.items() if method.trained}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Target, DraftModel, *TRAINED.values()])
 def test_nothing_but_the_path_is_given_by_position(tmp_path, kind) -> None:
     """Check that a data type as second argument is refused.

@@ -49,6 +49,7 @@ def paths_of(draft: Draft, row: int) -> list[Path | None]:
     return paths
 
 
+@pytest.mark.full_except("sizes0")
 @pytest.mark.parametrize("sizes", [(9, 9), (12, 5, 4), (33, 33), (1, 6)])
 def test_the_union_has_the_paths_of_all_parts_once(sizes) -> None:
     rng = np.random.default_rng(sum(sizes))
@@ -82,6 +83,7 @@ def test_the_union_has_the_paths_of_all_parts_once(sizes) -> None:
     assert not np.asarray(union.offered_by)[:, 0].any()
 
 
+@pytest.mark.full
 def test_the_first_nodes_are_a_draft() -> None:
     rng = np.random.default_rng(0)
     drafts = [random_draft(rng, 6, is_static=True), random_draft(rng, 6, is_static=False)]
@@ -94,7 +96,7 @@ def test_the_first_nodes_are_a_draft() -> None:
         assert paths_of(short, row) == paths_of(union, row)[:most]
 
 
-@pytest.mark.full_except("11")
+@pytest.mark.full
 @pytest.mark.parametrize("most", [11, 14, 19])
 def test_the_last_part_has_the_nodes_that_the_others_leave(most) -> None:
     """A union with a limit has the first nodes of the union without one."""

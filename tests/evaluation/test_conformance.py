@@ -346,6 +346,7 @@ def test_three_generated_tokens_have_the_exact_joint_distribution(
     )
 
 
+@pytest.mark.full
 def test_the_distributions_are_far_from_certain() -> None:
     """Check distributions: the tests above would say little about one that is nearly certain."""
     for sampling in conformance.SETTINGS:
@@ -437,6 +438,7 @@ class ForgetsItsNeighbours(DraftModel):
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -181,6 +181,7 @@ def test_three_generated_tokens_have_the_exact_joint_distribution(method, shape)
     conformance.check_distribution(target, METHODS[method](target, SMALL[shape]), draws=25_000)
 
 
+@pytest.mark.full
 def test_the_state_matters_to_the_distribution() -> None:
     """Check that the tests above depend on the state."""
     target = distribution_target()

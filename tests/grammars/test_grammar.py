@@ -160,6 +160,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(compiler, grammar, message) 
     assert re.search(message, str(caught.value))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "pattern",
     [

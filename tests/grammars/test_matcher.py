@@ -262,6 +262,7 @@ def test_a_stop_token_that_the_grammar_needs_stops_a_text(compiler) -> None:
     assert forced.is_stuck
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "grammar",
     [*GRAMMARS, specjax.After("ab", specjax.Regex("[a-f]{2,3}:"))],
@@ -317,6 +318,7 @@ def test_a_token_that_the_tokenizer_does_not_know_is_not_counted_as_legal(gramma
     assert not mask[VOCABULARY:].any()
 
 
+@pytest.mark.full_except("Choice")
 @pytest.mark.parametrize(
     "grammar",
     [GRAMMARS[3], specjax.Choice(["function", "functional", "finally"]), specjax.JsonObject()],

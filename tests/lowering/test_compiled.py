@@ -73,6 +73,7 @@ def layout(tree) -> list:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.trained])
 def test_an_abstract_drafter_is_laid_out_as_a_real_one(mesh, name) -> None:
     target, kind = Target.init(CONFIG, jax.random.key(0), mesh=mesh), METHODS[name].trained
@@ -117,6 +118,7 @@ def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
     assert step.seconds(CHIP, 4) == max(step.limits(CHIP, 4).values()) > 0
 
 
+@pytest.mark.full
 def test_all_of_a_long_cache_is_counted(mesh) -> None:
     """Count a cache that is read block by block, in a loop whose end depends on data."""
     config = replace(CONFIG, max_positions=8192)

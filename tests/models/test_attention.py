@@ -97,6 +97,7 @@ def make_pieces(count: int, window: int | None, dim: int = DIM):
     return pieces, together, visible
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", [None, 1, 10, 33])
 @pytest.mark.parametrize("count", [1, 5, 60])
 def test_pieces_and_blocks_are_one_softmax(count, window) -> None:
@@ -113,9 +114,7 @@ KERNELS = {  # with settings for small sizes
 }
 
 
-@pytest.mark.full_except(
-    "1-10-nothing-gpu", "5-10-scratch and own-gpu, splits", "60-None-scratch and own-tpu"
-)
+@pytest.mark.full
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize(
     ("count", "window", "beside"),
@@ -219,12 +218,7 @@ def in_pages(cached: Filled, page: int, groups: int = 1) -> Filled:
     )
 
 
-@pytest.mark.full_except(
-    "5-33-each its own-16-gpu",
-    "5-33-each its own-16-gpu, splits",
-    "5-33-each its own-16-plain",
-    "60-10-scratch and own-16-tpu",
-)
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(
     "page",
@@ -324,7 +318,7 @@ def test_a_tpu_fetches_no_page_that_a_row_does_not_hold(monkeypatch) -> None:
         assert changed == 2 * max(0, len(row_pages) - k)
 
 
-@pytest.mark.full_except("1-16", "1000-4", "1000-80")
+@pytest.mark.full
 @pytest.mark.parametrize("dim", [4, 16, 80])
 @pytest.mark.parametrize("programs", [1, 1000])
 def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -> None:
@@ -340,9 +334,7 @@ def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -
     np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
-@pytest.mark.full_except(
-    "None-1-True-specjax.models.attention.gpu", "None-2-False-specjax.models.attention.tpu"
-)
+@pytest.mark.full
 @pytest.mark.parametrize("module", [tpu, gpu])
 @pytest.mark.parametrize(("kv_heads", "beside"), [(KV, True), (1, True), (KV, False)])
 @pytest.mark.parametrize("page", [None, pytest.param(16, marks=pytest.mark.thorough)])
@@ -382,12 +374,7 @@ def in_8_bits(pieces) -> list:
     return [quantized(piece) for piece in pieces]
 
 
-@pytest.mark.full_except(
-    "1-None-nothing-4-None-None-gpu",
-    "5-10-scratch and own-2-16-2.0-tpu",
-    "5-33-each its own-3-8-None-gpu, splits",
-    "60-10-scratch and own-3-None-None-plain",
-)
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(
     ("count", "window", "beside", "group", "page", "cap"),
@@ -433,6 +420,7 @@ def test_entries_in_8_bits_are_read_as_floats_would_be(
         np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("module", [tpu, gpu])
 @pytest.mark.parametrize("page", [None, pytest.param(16, marks=pytest.mark.thorough)])
 def test_scales_lie_on_a_mesh_where_their_numbers_do(page, module) -> None:
@@ -581,6 +569,7 @@ def drawn_sinks(heads: int = KV * GROUP) -> np.ndarray:
     return np.random.default_rng(9).permutation(np.linspace(-4, 6, heads)).astype(np.float32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("blocks", ["some", "one"])
 @pytest.mark.parametrize(("with_sinks", "cap"), SINKS_AND_CAPS)
 @pytest.mark.parametrize(("count", "window"), [(1, None), (5, 10)])
@@ -613,14 +602,7 @@ def by_kernels_or_plainly(device: str, monkeypatch):
     return partial(by_device._attend_by_kernel, kernel=module.attend_in_kernel, interpret=True)
 
 
-@pytest.mark.full_except(
-    "1-10-nothing-1-16-False-2.0-plain",
-    "1-None-nothing-4-None-True-None-gpu, splits",
-    "1-None-nothing-4-None-True-None-tpu",
-    "5-10-scratch and own-2-None-True-2.0-tpu",
-    "5-33-each its own-3-16-True-2.0-gpu",
-    "60-10-scratch and own-3-None-True-None-tpu",
-)
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(
     ("count", "window", "beside", "group", "page", "with_sinks", "cap"),
@@ -671,6 +653,7 @@ def test_every_form_knows_sinks_and_caps(
         np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 def test_sinks_and_caps_of_bfloat16(device, monkeypatch) -> None:
     run = by_kernels_or_plainly(device, monkeypatch)
@@ -691,6 +674,7 @@ def test_sinks_and_caps_of_bfloat16(device, monkeypatch) -> None:
     np.testing.assert_allclose(result, expected, atol=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 def test_with_a_sink_who_sees_nothing_finds_zeros(device, monkeypatch) -> None:
     """A query that sees nothing gets zeros, however large the sink.
@@ -715,6 +699,7 @@ def test_with_a_sink_who_sees_nothing_finds_zeros(device, monkeypatch) -> None:
     assert np.abs(result[:, :, :DIM]).max() < 1e-20 and result[0, :, DIM:].all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("module", [tpu, gpu])
 @pytest.mark.parametrize("kv_heads", [KV, 1])
 def test_on_a_mesh_sinks_lie_where_their_heads_do(kv_heads, module) -> None:
@@ -775,6 +760,7 @@ def test_what_is_paid_to_each_slot_beside_sinks(with_sinks, cap) -> None:
     np.testing.assert_allclose(result, expected[..., :SLOTS], atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("with_sinks", "cap"), SINKS_AND_CAPS)
 def test_gradients_with_sinks_and_caps_are_those_of_a_softmax(with_sinks, cap) -> None:
     """Sinks have gradients as well.
@@ -840,6 +826,7 @@ def attend_to(q, pieces):
     return plain_attention.attend_plainly(grouped, pieces, values_part=1, block=16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_rows_share_a_context_as_if_each_had_a_copy(rows, monkeypatch) -> None:
     """Check values and gradients, with a chunk of so many rows of each context at a time."""

@@ -192,6 +192,7 @@ print(json.dumps([at_import, lines, calls_triton, multiplies, kernels_status("cu
 """
 
 
+@pytest.mark.full
 def test_a_jax_without_pallas_triton_imports_and_lowers_to_plain_jax_with_one_line_in_the_log() -> (
     None
 ):

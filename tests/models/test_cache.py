@@ -123,6 +123,7 @@ def ring(slots: int = 6, first: int = 2) -> RingCache:
     return RingCache.around(KVCache.create([PARTS] * 2, batch=B, capacity=slots), first)
 
 
+@pytest.mark.full_except("parts0", "parts2")
 @pytest.mark.parametrize(
     "parts", [[(1, 1, 1)] * 17, [(3, 1, 2)] * 9, [(17, 5, 0)], [(11, 2, 9), (12, 3, 12)]]
 )

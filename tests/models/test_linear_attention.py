@@ -146,6 +146,7 @@ def test_a_document_does_not_depend_on_the_one_before() -> None:
     assert np.all(gradient[:, :5] == 0) and np.all(np.abs(gradient[:, 5:]).max(-1) > 1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_chain", [True, False])
 def test_gradients_of_the_layer_are_those_of_the_oracle(is_chain) -> None:
     """Gradients along a direction equal differences in float64.

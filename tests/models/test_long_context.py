@@ -44,6 +44,7 @@ def temporaries(count: int, slots: int) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 5, 60])
 def test_a_pass_takes_no_more_memory_with_a_longer_cache(count) -> None:
     """A pass has no temporary array that is as long as the cache.

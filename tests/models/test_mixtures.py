@@ -113,7 +113,7 @@ def case(request, tmp_path_factory):
     return path, expected
 
 
-@pytest.mark.full_except("DeepseekV3 without q_lora", "Qwen3Moe")
+@pytest.mark.full
 def test_logits_equal_transformers_whole_and_token_by_token(case) -> None:
     path, expected = case
     target = Target.from_pretrained(path, dtype=np.float32)
@@ -213,6 +213,7 @@ def test_a_drafter_for_deepseek_has_as_many_heads_as_fit_its_hidden_size() -> No
     assert (*heads, layer.intermediate_size) == (56, 8, 128, 18432)
 
 
+@pytest.mark.full
 def test_logits_are_the_same_on_a_mesh(target, tmp_path) -> None:
     target.save_pretrained(tmp_path)
     mesh = sharding.make_mesh(2, 4)
@@ -242,6 +243,7 @@ def test_greedy_tokens_are_the_same_on_a_mesh(target) -> None:
     np.testing.assert_array_equal(generated[:, 9:], logits[:, 8:-1].argmax(axis=-1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "target", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.thorough)], indirect=True
 )

@@ -117,6 +117,7 @@ def test_an_expert_that_overflows_on_other_tokens_harms_none() -> None:
     assert np.isfinite(gradient[0, spared]).all()
 
 
+@pytest.mark.full_except("deepseek-mesh0")
 @pytest.mark.parametrize(
     ("kind", "mesh"), [("deepseek", (2, 4)), ("one", (1, 4)), ("plain", (2, 2)), ("plain", (2, 4))]
 )
@@ -155,6 +156,7 @@ def test_gradients_are_the_same_on_a_mesh() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), result, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [2, 20])
 def test_gradients_are_those_of_running_all_experts(count) -> None:
     config, layer = layer_of(KINDS["deepseek"])

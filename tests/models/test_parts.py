@@ -33,6 +33,7 @@ def last_logits(target: Target, layers: tuple[int, int]) -> jax.Array:
     return target.head(target.norm(target.run(x, layers=layers)[0]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_a_part_computes_what_the_whole_computes_and_is_read_back_to_the_bit(
     changes, tmp_path

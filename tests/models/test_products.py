@@ -78,6 +78,7 @@ def test_rows_are_rounded_to_the_nearest_step_of_their_own(bits: int) -> None:
     assert (np.abs(numbers * steps - x) <= steps / 2 * 1.001).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
 def test_sums_are_those_of_whole_numbers(form: Form, rows: int, inputs: int, outputs: int) -> None:
@@ -88,6 +89,7 @@ def test_sums_are_those_of_whole_numbers(form: Form, rows: int, inputs: int, out
     np.testing.assert_allclose(result / largest, expected / largest, rtol=0, atol=1e-6)
 
 
+@pytest.mark.full
 def test_with_zeros_and_an_order() -> None:
     rng = np.random.default_rng(3)
     weight = QuantizedMatrix(
@@ -106,9 +108,15 @@ def test_with_zeros_and_an_order() -> None:
     )
 
 
-@pytest.mark.full_except("257-1152-int8 in groups", "257-1152-w8a8")
+@pytest.mark.full
 @pytest.mark.thorough_except(
-    "192-512-int4", "129-65-int8", "1056-260-int8 in groups", "1056-260-w8a8", "256-2304-int4"
+    "257-1152-int8 in groups",
+    "257-1152-w8a8",
+    "192-512-int4",
+    "129-65-int8",
+    "1056-260-int8 in groups",
+    "1056-260-w8a8",
+    "256-2304-int4",
 )
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(
@@ -157,6 +165,7 @@ def test_a_row_of_zeros_and_one_that_is_not_finite() -> None:
     assert np.isnan(result[1]).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", [*FORMS.values(), Form("fp8")], ids=[*FORMS, "fp8"])
 def test_where_the_device_converts_weights(form: Form) -> None:
     """TPUs and GPUs multiply in this way; here a CPU does."""
@@ -227,6 +236,7 @@ def test_a_gpu_reserves_little_for_the_sums_of_many_groups(monkeypatch) -> None:
     assert temporary_bytes() > 11e9
 
 
+@pytest.mark.full
 def test_the_derivative_is_that_of_floats() -> None:
     weight, x = matrix(Form("int8"), 32, 16), states(3, 32)
     output_gradient = jnp.asarray(np.random.default_rng(5).normal(size=(3, 16)), jnp.float32)
@@ -236,6 +246,7 @@ def test_the_derivative_is_that_of_floats() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_an_embedding_is_looked_up_and_multiplied_with(form: Form) -> None:
     rng = np.random.default_rng(6)

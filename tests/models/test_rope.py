@@ -40,6 +40,7 @@ def test_pairs_of_neighbours_are_turned_and_other_numbers_stay() -> None:
     np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "positions"), [(4, POSITIONS), (1, POSITIONS), (4, POSITIONS[:1])]

@@ -76,6 +76,7 @@ def assert_near(result, expected, within=1e-6) -> None:
     jax.tree.map(compare, result, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "groups", "shared"])
 def test_many_tokens_are_the_sum_over_each_tokens_own_experts(kind) -> None:
     config, layer = layer_of(KINDS[kind])
@@ -120,6 +121,7 @@ def test_tokens_are_sorted_in_pieces(monkeypatch) -> None:
     assert_near((mixture(layer, config, x), gradients(layer, config, x)), expected, 2e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "biased"])
 def test_ragged_products_give_the_same(monkeypatch, kind) -> None:
     """Check the form of TPUs here, where the same operation exists."""
@@ -134,6 +136,7 @@ def test_ragged_products_give_the_same(monkeypatch, kind) -> None:
     assert_near(mixture(layer, config, x), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [128, 1024])
 def test_a_token_has_the_same_bits_among_any_others(tokens) -> None:
     """Texts must not depend on what runs beside them: neither on its content nor on its order."""
@@ -154,6 +157,7 @@ def test_a_token_has_the_same_bits_among_any_others(tokens) -> None:
         np.testing.assert_array_equal(mixed[0, :half], expected[:half])
 
 
+@pytest.mark.full
 def test_all_tokens_may_go_to_the_same_experts(monkeypatch) -> None:
     config, layer = layer_of(PLAIN)
     x = jnp.broadcast_to(tokens_of(config, 1), (1, TOKENS, config.hidden_size))

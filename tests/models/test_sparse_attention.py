@@ -123,6 +123,7 @@ def test_many_copies_are_made_for_some_queries_at_a_time() -> None:
     np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("is_copied", [True, False])
 def test_a_selection_is_read_wherever_the_cache_stands(is_first, is_copied) -> None:

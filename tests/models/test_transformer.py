@@ -113,6 +113,7 @@ def reference(family: str, rope: str, path):
     return model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "rope"), CASES)
 def test_logits_equal_transformers(tmp_path, family, rope) -> None:
     from tests.with_torch import torch
@@ -129,7 +130,7 @@ def test_logits_equal_transformers(tmp_path, family, rope) -> None:
     assert config_json.read_config(CheckpointFiles(tmp_path / "again")) == target.config
 
 
-@pytest.mark.full_except("plain", "windows")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
@@ -153,6 +154,7 @@ def test_pieces_with_a_cache_equal_the_whole(changes) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), joined, whole)
 
 
+@pytest.mark.full
 def test_rejected_entries_are_never_seen() -> None:
     """Two drafts follow one prefix, and the first is rejected: rollback is only a length."""
     target = tiny_target()

@@ -567,7 +567,7 @@ CATALOGUE = (
         old="logits = perturbed(logits, sampling, noise, beyond=_BEHIND_ALL)",
         new="logits = perturbed(logits, sampling, noise)",
         tests=(
-            "tests/drafters/test_expansion.py::test_coupled_children_are_those_that_truncation_leaves_and_then_the_next_likely_ones[cut0]",
+            "tests/drafters/test_expansion.py::test_coupled_children_are_those_that_truncation_leaves_and_then_the_next_likely_ones[truncation1]",
         ),
         breaks="Where truncation leaves fewer tokens than there are children, the lowest ids follow, not the next likely ones.",
     ),

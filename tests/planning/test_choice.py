@@ -199,6 +199,7 @@ def test_chances_by_rank_are_those_of_the_models(temperature, rule, tolerance) -
     np.testing.assert_allclose(by_rank, expected, atol=tolerance)
 
 
+@pytest.mark.full
 def test_prompt_lookup_is_offered_chains_alone(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     comparison = compare_drafts(tiny_target(), PromptLookup(), PROMPTS, longest=3)

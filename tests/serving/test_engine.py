@@ -483,6 +483,7 @@ def test_texts_that_are_delivered_together_wake_an_event_loop_once() -> None:
     assert begin < handles[0].news(0)[0][0][0] <= news[0][0] < time.perf_counter()
 
 
+@pytest.mark.full
 def test_its_result_may_take_longer_than_one_waits(target, plain) -> None:
     with gated(plain) as gate:
         handle = GREEDY.submit(plain)
@@ -714,6 +715,7 @@ def test_of_a_chat_of_a_model_with_channels_the_final_one_is_the_text(
 # --- several choices, errors ----------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_choices_of_one_seed_are_the_rows_of_a_batch(target, plain) -> None:
     prompt, seed = (5, 6, 7), 11
     settings = {"temperature": 1.0}

@@ -43,6 +43,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "is_hybrid"), KINDS)
 def test_pages_and_rows_take_what_is_said(kind: str, is_hybrid: bool) -> None:
     target, drafter = tiny_target(**HYBRID if is_hybrid else {}), drafter_of(kind)

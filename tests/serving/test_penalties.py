@@ -176,6 +176,7 @@ def test_a_count_that_is_lost_at_a_preemption_changes_the_text(target, monkeypat
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_an_engine_without_penalties_refuses_them_by_name(target) -> None:
     with Engine(target, rows=1, capacity=40, warm=False) as engine:
         for name, value in (

@@ -229,6 +229,7 @@ def check_conversations(
     return warm.statistics.prompt_tokens_shared, turns
 
 
+@pytest.mark.full
 def test_conversations_have_the_same_texts_with_and_without_history() -> None:
     with engine_of("float32") as warm, engine_of("float32", reread=False) as cold:
         check_conversations(warm, cold, 3, seed=1, logprobs=False)

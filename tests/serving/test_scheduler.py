@@ -1670,6 +1670,7 @@ def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
     assert min(events[name] for name in names) > 15
 
 
+@pytest.mark.full
 def test_random_schedules_with_idle_clients_lose_nothing_and_starve_nobody() -> None:
     events = run_schedules(range(350), SimulationWithIdleClients)
     names = (

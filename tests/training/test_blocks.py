@@ -257,7 +257,7 @@ def slow_loss(method, student, target=TARGET) -> tuple[float, int]:
     return expected / (13 * DEPTH), lacking
 
 
-@pytest.mark.full_except("dflash", "dflash2 target", "dspark rnn", "jetspec")
+@pytest.mark.full
 @pytest.mark.parametrize("name", METHODS)
 def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> None:
     method, kind = METHODS[name]
@@ -327,6 +327,7 @@ OF_ACCEPTANCE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OF_ACCEPTANCE)
 def test_a_loss_of_acceptance_is_its_formula_too(name) -> None:
     """Check that a hybrid loss has its own share at each depth, by the blocks that reach it."""
@@ -503,6 +504,7 @@ def test_anchors_are_drawn_among_the_places_that_count() -> None:
     assert {int(place) for places in draws for place in places[0]} == {1, 2, 4, 5, 6}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "method", "name"),
     [

@@ -121,7 +121,7 @@ def loss_and_gradients(method, student, bound: int, monkeypatch) -> Any:
     return (loss, metrics, floats), lowered.as_text()
 
 
-@pytest.mark.full_except("dflash hybrid")
+@pytest.mark.full
 @pytest.mark.parametrize("name", METHODS)
 def test_chunks_have_the_loss_and_gradients_of_all_positions_at_once(name, monkeypatch) -> None:
     method = METHODS[name]

@@ -27,7 +27,7 @@ def in_chunks(head, states, labels):
     return by_chunks(lambda *chunk: surprise(head, *chunk), (states, labels), numbers=7)
 
 
-@pytest.mark.full_except("4")
+@pytest.mark.full
 @pytest.mark.parametrize("positions", [1, 2, 4, 8])
 def test_chunks_have_the_values_and_gradients_of_a_single_call(positions, monkeypatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", positions * 2 * 7 * 4)

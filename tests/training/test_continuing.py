@@ -163,6 +163,7 @@ def test_what_is_learnt_may_not_change(source, unbroken, tmp_path) -> None:
             loop.train(changed)
 
 
+@pytest.mark.full
 def test_resume_says_whether_a_run_is_continued(source, unbroken, tmp_path, monkeypatch) -> None:
     run = run_of(source, unbroken)
     with pytest.raises(ConfigError, match=r"resume='never': output=.* has a run; choose another"):

@@ -24,6 +24,7 @@ def shapes(params) -> list:
     return [(jax.tree_util.keystr(path), leaf.shape, leaf.dtype) for path, leaf in leaves]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["float", "int8", "w8a8", "int4", "fp8"])
 def test_a_quantized_target_takes_what_it_takes_when_it_is_loaded(weights, tmp_path) -> None:
     """Check a checkpoint, and its config.json alone."""

@@ -170,7 +170,7 @@ def check_equal(metrics, expected) -> None:
         np.testing.assert_allclose(metrics[metric], value, rtol=1e-5, atol=1e-6, err_msg=metric)
 
 
-@pytest.mark.full_except("lm")
+@pytest.mark.full
 @pytest.mark.parametrize("name", METHODS)
 def test_metrics_are_those_of_whole_logits_however_much_is_read_at_once(name, monkeypatch) -> None:
     """Check all rows with all positions, and 2 of 5 rows, the last filled up, 4 positions each."""

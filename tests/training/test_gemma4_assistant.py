@@ -79,7 +79,7 @@ def places():
     return [(document, read + 1) for document in DOCUMENTS for read in range(len(document))]
 
 
-@pytest.mark.full_except("windows")
+@pytest.mark.full
 def test_every_place_drafts_as_the_assistant_does(target) -> None:
     student = strong(target)
     output, entries = score(target, BATCH)

@@ -246,6 +246,7 @@ def test_a_run_that_did_not_note_its_target_is_refused(source, finished, tmp_pat
         loop.train(config(source, tmp_path / "run"))
 
 
+@pytest.mark.full
 def test_a_targets_fingerprint_is_the_same_on_any_mesh() -> None:
     target = tiny_target(vocab_size=12)
     places = [
@@ -325,6 +326,7 @@ def test_windows_that_the_target_cannot_read_are_refused(source, finished, tmp_p
     assert not (tmp_path / "draft").exists()  # a run that cannot start claims no directory
 
 
+@pytest.mark.full
 def test_a_batch_larger_than_the_text_claims_nothing(source, tmp_path) -> None:
     run = config(source, tmp_path / "run", steps=1)
     with pytest.raises(ConfigError, match=r"data\.batch=4096: the text has only \d+ windows"):
@@ -453,6 +455,7 @@ class TrainHead(TrainingMethod):
         return path == "params.embed"
 
 
+@pytest.mark.full
 def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> None:
     """Check that the loop needs no model.
 
@@ -560,6 +563,7 @@ def test_metrics_of_the_steps_that_finished_are_written_where_a_run_is_interrupt
 # --- other files of a run, and other ways to run it -----------------------------------------------
 
 
+@pytest.mark.full
 def test_the_best_student_is_kept_beside_the_latest(source, tmp_path, monkeypatch) -> None:
     """Check made-up held-out losses, of which the second is the best of three."""
     made_up = iter([3.0, 1.0, 2.0])
@@ -669,6 +673,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     assert_same_runs(tmp_path / "run", finished)
 
 
+@pytest.mark.full
 def test_a_warm_start_begins_with_the_weights_and_nothing_else(source, finished, tmp_path) -> None:
     run = config(
         source,

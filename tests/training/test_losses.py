@@ -107,6 +107,7 @@ def test_a_hybrid_has_one_share_of_the_divergence_for_all_that_count() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", ["acceptance", "hybrid"])
 def test_gradients_are_those_of_finite_differences(loss) -> None:
     """Compare with NumPy in 64 bits; the share of the hybrid is constant."""

@@ -121,6 +121,7 @@ def test_wandb_receives_every_metric_with_its_step(source, tmp_path, runs, monke
     assert not (output / "tensorboard").exists()
 
 
+@pytest.mark.full
 def test_a_run_that_continues_continues_its_run_of_wandb(
     source, tmp_path, runs, monkeypatch
 ) -> None:

@@ -54,6 +54,7 @@ def assert_finite_until(output: Path, last: int) -> None:
         assert all(np.isfinite(value) for value in line.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bad", ["loss", "gradients"])
 def test_a_run_ends_at_the_step_whose_loss_or_gradients_are_nan(source, tmp_path, bad) -> None:
     run = config(

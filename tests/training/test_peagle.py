@@ -108,7 +108,7 @@ def test_every_place_drafts_as_the_drafter_does(kind) -> None:
     assert min(differences) > 1e-2  # places and depths differ
 
 
-@pytest.mark.full_except("plain-True-cross_entropy")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "remat", "loss"),
     [
@@ -228,6 +228,7 @@ def test_the_head_may_stay_as_it_is() -> None:
     assert not PEagleTraining(target="here").frozen("params.lm_head")
 
 
+@pytest.mark.full
 def test_what_it_would_be_worth_is_simulated() -> None:
     method = PEagleTraining(target="here")
     student = strong(ids=IDS)

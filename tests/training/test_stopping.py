@@ -113,6 +113,7 @@ def test_a_signal_is_the_first_one_though_another_process_had_it_earlier() -> No
         assert stop.number == signal.SIGTERM
 
 
+@pytest.mark.full
 def test_a_run_that_ends_anyway_ends_with_success(source, tmp_path, monkeypatch) -> None:
     """Check a request in the last evaluation's export, when nothing is left to interrupt."""
     stop = StopRequest()

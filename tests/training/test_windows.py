@@ -22,6 +22,7 @@ def batch():
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bytes_of_scores", "rows_of_a_part"),
     [(3 * SCORES_OF_ROW, 3), (2.5 * SCORES_OF_ROW, 2), (1, 1)],

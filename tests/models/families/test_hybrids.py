@@ -262,6 +262,7 @@ def named_as_published(tensors):
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_the_published_layout_is_read_without_what_sees_and_predicts_further(
     zoo_model, name, tmp_path

@@ -72,7 +72,7 @@ OFTEN = [
 ]
 
 
-@pytest.mark.full_except("tied-w8a8")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
@@ -128,6 +128,7 @@ def test_a_tied_embedding_is_one_matrix(tmp_path) -> None:
 # --- experts one by one ---------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_experts_whose_inputs_are_in_different_orders(tmp_path) -> None:
     """GPTQ checkpoints may have the inputs of each expert in another order, or in none."""
     target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)

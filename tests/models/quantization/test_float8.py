@@ -146,6 +146,7 @@ SCALES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on_mesh) -> None:

@@ -219,6 +219,7 @@ def declare(directory) -> dict[str, Any]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [None, (1, 2), (2, 4)])
 def test_kept_quantized_they_are_the_same_weights(directory, sizes) -> None:
     mesh = sizes and sharding.make_mesh(*sizes)

@@ -115,6 +115,7 @@ def share(result: np.ndarray, expected: np.ndarray) -> float:
 RARE = ("W8A8 of a matrix", "W8A16 in groups", "W8A16 packed", "W4A16 per output", "W4A8")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in RARE)) for name in CASES]
 )

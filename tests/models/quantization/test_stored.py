@@ -236,7 +236,7 @@ def test_weights_are_those_that_the_slow_packer_packed(tmp_path, name) -> None:
     assert again.fingerprint() == quantized.fingerprint()
 
 
-@pytest.mark.full_except("GPTQ of 8 bits")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["AWQ", "GPTQ, symmetric", "GPTQ, act order", "GPTQ of 8 bits", "GPTQ, one group"]
 )

@@ -618,6 +618,7 @@ def test_whatever_is_sent_the_server_goes_on(count: int, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.full
 def test_whatever_a_frame_is_it_is_taken_or_refused():
     rng, decoded = random.Random(7), 0
     for _ in range(20_000):
