@@ -89,6 +89,7 @@ def places():
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("moa")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_without_faults_drafts_are_accepted_and_the_text_is_the_targets(places, name) -> None:
     for seed in range(4):
@@ -98,6 +99,7 @@ def test_without_faults_drafts_are_accepted_and_the_text_is_the_targets(places, 
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("moa")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_what_is_committed_is_the_targets_text_whatever_goes_wrong(places, name) -> None:
     for seed in range(40):

@@ -202,6 +202,7 @@ def options(rule: str) -> dict:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("None", "lookup")
 @pytest.mark.parametrize("shape", [None, "lookup", *SHAPES])
 def test_a_bad_row_ends_where_plain_decoding_would_and_the_others_go_on(
     sound, breaks, shape
@@ -241,6 +242,7 @@ def expected_ends(breaks: Breaks) -> tuple[dict[int, int], list[list[int]]]:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("coupled", "independent")
 @pytest.mark.parametrize("rule", ["coupled", "independent", "block", "rejection"])
 def test_no_rule_says_a_word_where_there_is_none(breaks, rule) -> None:
     """Check that logits are good before each token, and bad after a row that broke.
@@ -260,6 +262,7 @@ def test_no_rule_says_a_word_where_there_is_none(breaks, rule) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("norm", "lm_head")
 @pytest.mark.parametrize("fault", ["norm", "lm_head", "embed"])
 def test_broken_weights_are_an_error_at_the_first_token(sound, fault) -> None:
     """Check that NaN in a weight that every pass reads ends a row before any token.
@@ -337,6 +340,7 @@ def test_a_text_that_had_its_stop_string_is_no_error() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("chain", "adaptive")
 @pytest.mark.parametrize("shape", ["chain", "adaptive", "dynamic", "sampled"])
 def test_a_drafter_without_logits_changes_no_text(sound, shape) -> None:
     """Check that a drafter with NaN weights leaves greedy and coupled texts as they are.

@@ -129,9 +129,17 @@ REPRESENTS = {
 @pytest.mark.parametrize(
     ("drafter", "setting"),
     [
-        pytest.param(d, s, marks=REPRESENTS.get((d, s), pytest.mark.full))
-        for d in DRAFTERS
-        for s in SETTINGS
+        # In the full tier each drafter has one setting, and each setting some drafters.
+        pytest.param(
+            drafter,
+            setting,
+            marks=REPRESENTS.get(
+                (drafter, setting),
+                pytest.mark.full if (i - j) % len(SETTINGS) == 0 else pytest.mark.thorough,
+            ),
+        )
+        for i, drafter in enumerate(DRAFTERS)
+        for j, setting in enumerate(SETTINGS)
     ],
 )
 def test_every_text_is_the_oracles(drafter, setting) -> None:
@@ -252,9 +260,7 @@ def p_value(
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except(
-    *(f"{rule}-plain" for rule in RULES), "matching-nucleus", "siblings-nucleus"
-)
+@pytest.mark.thorough_except("block-plain", "matching-nucleus", "siblings-nucleus")
 @pytest.mark.parametrize("setting", ["plain", "nucleus"])
 @pytest.mark.parametrize("rule", list(RULES))
 def test_the_distribution_is_that_of_the_law(rule, setting) -> None:
@@ -346,6 +352,7 @@ BREAKS: dict[str, tuple[Any, str, Callable, str, str]] = {
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("masks one position late", "masks one position early")
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("name", list(BREAKS))
 def test_a_broken_law_is_noticed(name, monkeypatch) -> None:

@@ -71,6 +71,7 @@ def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
 
 
 @pytest.mark.full_except("dflash-static")
+@pytest.mark.thorough_except("plain-chain", "early exit-sampled", "eagle-static", "eagle3-dynamic")
 @pytest.mark.parametrize(("method", "shape"), CASES)
 @pytest.mark.represents("lowering for TPUs")
 def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatch) -> None:
@@ -83,6 +84,7 @@ def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatc
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("early exit", "draft model")
 @pytest.mark.parametrize("method", ["early exit", "draft model", "moa"])
 def test_decoding_with_a_cache_in_8_bits_lowers(target, method, monkeypatch) -> None:
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
@@ -92,6 +94,20 @@ def test_decoding_with_a_cache_in_8_bits_lowers(target, method, monkeypatch) -> 
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "float32-dims0-1-None-tpu",
+    "float32-dims0-1-None-cuda",
+    "float32-dims0-1-64-tpu",
+    "float32-dims0-1-64-cuda",
+    "float32-dims0-60-None-tpu",
+    "float32-dims0-60-None-cuda",
+    "float32-dims0-60-64-tpu",
+    "float32-dims0-60-64-cuda",
+    "float32-dims1-1-None-tpu",
+    "float32-dims1-1-None-cuda",
+    "float32-dims2-1-None-tpu",
+    "bfloat16-dims1-60-64-cuda",
+)
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize("count", [1, 60])
@@ -115,6 +131,14 @@ def test_attention_in_8_bits_lowers(dims, count, page, dtype, platform) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "float32-dims0-None",
+    "float32-dims2-None",
+    "float32-dims3-None",
+    "float32-dims4-None",
+    "float32-dims5-None",
+    "bfloat16-dims1-64",
+)
 @pytest.mark.parametrize(
     "page", [None, 64, *(pytest.param(page, marks=pytest.mark.thorough) for page in (16, 256))]
 )
@@ -137,6 +161,18 @@ def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype, page) -> None
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "8-8-dims0-1-None-tpu",
+    "8-8-dims0-1-None-cuda",
+    "8-8-dims0-1-64-tpu",
+    "8-8-dims0-1-64-cuda",
+    "8-8-dims0-60-None-tpu",
+    "8-8-dims0-60-None-cuda",
+    "4-2-dims1-60-64-cuda",
+    "4-8-dims2-1-None-tpu",
+    "8-7-dims3-1-None-tpu",
+    "1-16-dims4-1-None-tpu",
+)
 @pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize("count", [1, 60])

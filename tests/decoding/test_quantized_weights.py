@@ -85,6 +85,7 @@ def usual(cases: Iterable[Any], ordinary: Collection[Any]) -> list[Any]:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("dense-int8")
 @pytest.mark.parametrize(
     ("config", "weights"),
     usual(product(CONFIGS, SCHEMES), [("dense", "int8"), ("dense", "int4"), ("experts", "int8")]),

@@ -675,6 +675,7 @@ def test_every_mutant_is_tried() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("adaptive-32000", "ragged-32000")
 @TIERS
 @pytest.mark.parametrize("how", PROGRAMS)
 def test_every_right_rule_keeps_the_distribution_at_every_setting_and_no_mutant_does(

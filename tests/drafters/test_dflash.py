@@ -91,6 +91,7 @@ def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_pat
 
 
 @pytest.mark.full_except("no Markov head")
+@pytest.mark.thorough_except("vanilla", "gated")
 @pytest.mark.parametrize("variant", DSPARK)
 @pytest.mark.represents("DSpark's drafts")
 def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_path) -> None:
@@ -514,6 +515,7 @@ def features():
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("dflash", "jetspec")
 @pytest.mark.parametrize("which", RINGED)
 def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) -> None:
     """Compare with a block over the whole text in which a mask hides the dropped tokens."""
@@ -556,6 +558,7 @@ def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) 
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("dflash", "jetspec")
 @pytest.mark.parametrize("which", RINGED)
 def test_a_small_cache_that_holds_the_text_changes_nothing(which, features) -> None:
     target, drafter = tiny_target(), with_more_weight(RINGED[which]())

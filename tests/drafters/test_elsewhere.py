@@ -112,6 +112,7 @@ def propose(drafter, target, state, root, cache, depth):
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("moa", "moa, one layer of the target", "moa, entries")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_it_drafts_elsewhere_what_it_drafts_beside_its_target(target, name) -> None:
     drafter = with_chain(DRAFTERS[name](target), 3)
@@ -126,6 +127,7 @@ def test_it_drafts_elsewhere_what_it_drafts_beside_its_target(target, name) -> N
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("moa", "moa, one layer of the target")
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "prompt lookup"])
 def test_going_on_from_what_it_assumes_is_drafting_on(target, name) -> None:
     """Compare a chain of seven with a chain of three and one of four below it.

@@ -94,6 +94,7 @@ def both(request, tmp_path_factory):
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("all tokens-1", "all tokens-5", "centroids-4")
 @pytest.mark.parametrize("read", [1, 4, 5, 6, 20])
 def test_a_rounds_states_and_logits_are_those_of_transformers(both, read) -> None:
     """Check three levels of a chain, after texts shorter and longer than the window of 5."""

@@ -137,6 +137,7 @@ def assert_drafts_as(peagle: PEagle, target: Target, text: Text, blocks) -> None
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("plain", "own vocabulary", "one layer")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_drafts_as_speculators_does(variant, text, target, tmp_path) -> None:
     needs_speculators()
@@ -188,6 +189,7 @@ def _windowed(config):
 )
 @pytest.mark.represents("P-EAGLE's drafts")
 @pytest.mark.full_except("variant0-speculators")
+@pytest.mark.thorough_except("variant0-specforge", "variant1-speculators")
 def test_it_drafts_as_the_network_written_out(layout, variant, text, target, tmp_path) -> None:
     """Check both layouts without speculators."""
     drafter(target, variant=variant).save_pretrained(tmp_path / "drafter", layout=layout)

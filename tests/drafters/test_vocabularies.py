@@ -72,6 +72,7 @@ def varied() -> Target:
 
 
 @pytest.mark.full_except("static-0.8")
+@pytest.mark.thorough_except("chain-0.0", "chain-0.8")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", ["chain", "static"])
 @pytest.mark.represents("drafters with another vocabulary")

@@ -25,7 +25,16 @@ TEXTS = (
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module", params=list(PACKAGES))
+# The two kinds of pre-tokenization that most models have: that of DeepSeek, and that of tiktoken.
+FULL = ("deepseek", "gptoss")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in FULL else pytest.mark.thorough) for name in PACKAGES
+    ],
+)
 def tokenizer(request):
     return or_skip(request.param)
 

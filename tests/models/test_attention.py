@@ -115,6 +115,9 @@ KERNELS = {  # with settings for small sizes
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "1-10-nothing-tpu", "5-10-scratch and own-gpu, splits", "60-None-scratch and own-gpu"
+)
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize(
     ("count", "window", "beside"),
@@ -219,6 +222,7 @@ def in_pages(cached: Filled, page: int, groups: int = 1) -> Filled:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("5-33-each its own-16-plain", "60-10-scratch and own-16-tpu")
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(
     "page",
@@ -319,6 +323,7 @@ def test_a_tpu_fetches_no_page_that_a_row_does_not_hold(monkeypatch) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("1-4", "1000-16")
 @pytest.mark.parametrize("dim", [4, 16, 80])
 @pytest.mark.parametrize("programs", [1, 1000])
 def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -> None:
@@ -335,6 +340,9 @@ def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "None-2-True-specjax.models.attention.tpu", "None-1-True-specjax.models.attention.gpu"
+)
 @pytest.mark.parametrize("module", [tpu, gpu])
 @pytest.mark.parametrize(("kv_heads", "beside"), [(KV, True), (1, True), (KV, False)])
 @pytest.mark.parametrize("page", [None, pytest.param(16, marks=pytest.mark.thorough)])
@@ -375,6 +383,12 @@ def in_8_bits(pieces) -> list:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "1-None-nothing-4-None-None-plain",
+    "5-10-scratch and own-2-16-2.0-tpu",
+    "60-10-scratch and own-3-None-None-gpu, splits",
+    "5-33-each its own-3-8-None-gpu",
+)
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(
     ("count", "window", "beside", "group", "page", "cap"),
@@ -603,6 +617,13 @@ def by_kernels_or_plainly(device: str, monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "1-None-nothing-4-None-True-None-plain",
+    "5-10-scratch and own-2-None-True-2.0-gpu",
+    "60-10-scratch and own-3-None-True-None-plain",
+    "5-33-each its own-3-16-True-2.0-tpu",
+    "1-10-nothing-1-16-False-2.0-gpu, splits",
+)
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(
     ("count", "window", "beside", "group", "page", "with_sinks", "cap"),

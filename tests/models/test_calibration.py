@@ -84,6 +84,7 @@ OFTEN = ("hybrid", "beside attention", "sharing", "qwen3_moe")
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("hybrid", "beside attention")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in MODELS],

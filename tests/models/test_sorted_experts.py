@@ -86,6 +86,7 @@ def test_many_tokens_are_the_sum_over_each_tokens_own_experts(kind) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("plain", "groups")
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_gradients_are_those_of_running_all_experts(monkeypatch, kind) -> None:
     config, layer = layer_of(KINDS[kind])
@@ -226,6 +227,7 @@ def test_gradients_are_those_of_a_dense_sum(mesh) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("form0", "form1")
 @pytest.mark.parametrize(
     "form", [Form("int8"), Form("int4", group=16), Form("int8", activations=8)]
 )

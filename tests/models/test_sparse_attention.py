@@ -106,6 +106,7 @@ def read_both_ways(
 
 
 @pytest.mark.full_except("1-pages")
+@pytest.mark.thorough_except("1-slots", "7-int8")
 @pytest.mark.parametrize("kind", ["slots", "int8", "pages", "int8 pages"])
 @pytest.mark.parametrize("queries", [1, 7])
 def test_copies_are_attended_to_as_masked_slots_are(kind, queries) -> None:
@@ -363,6 +364,7 @@ def test_on_a_mesh_it_has_the_same_logits(target, tmp_path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("None", "sizes1")
 @pytest.mark.parametrize("sizes", [None, (1, 2), (2, 1)])
 def test_a_tree_below_several_blocks_of_pages_is_as_each_path_alone(target, sizes) -> None:
     """The last block of slots begins within the one before. Unfilled slots of pages hold NaN."""

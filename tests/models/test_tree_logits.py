@@ -40,6 +40,7 @@ def dynamic_parents() -> jax.Array:
 @pytest.mark.full_except(
     "dynamic_parents-deepseek_v3", "dynamic_parents-tiny", "static_parents-windows"
 )
+@pytest.mark.thorough_except("static_parents-tiny", "dynamic_parents-windows")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("parents", [static_parents, dynamic_parents])
 def test_tree_logits_are_those_of_each_path_alone(model, parents) -> None:

@@ -90,10 +90,7 @@ def expected(target: Any, prompt: list[int], grammar: Any, seed: int, setting: A
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ("free", "sampled tree", "plain"),
-                ("free", "EAGLE-3 of few tokens", "plain"),
                 ("chosen", "dynamic tree", "plain"),
-                ("masked", "chain", "plain"),
                 ("free", "chain", "hybrid"),
             )
         ),
@@ -101,6 +98,9 @@ def expected(target: Any, prompt: list[int], grammar: Any, seed: int, setting: A
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
                 ("free", "none", "plain"),
+                ("free", "sampled tree", "plain"),
+                ("free", "EAGLE-3 of few tokens", "plain"),
+                ("masked", "chain", "plain"),
                 ("free", "prompt lookup", "plain"),
                 ("free", "the target itself", "plain"),
                 ("free", "static tree", "plain"),

@@ -81,9 +81,9 @@ def submitted(engine: Engine, request: dict[str, Any], index: int, **options_of_
     "name",
     [
         pytest.param("chain", marks=pytest.mark.represents("penalties in the engine")),
-        pytest.param("none", marks=pytest.mark.full),
         pytest.param("tree", marks=pytest.mark.full),
-        pytest.param("lookup", marks=pytest.mark.full),
+        pytest.param("none", marks=pytest.mark.thorough),
+        pytest.param("lookup", marks=pytest.mark.thorough),
     ],
 )
 def test_every_text_is_that_of_generate(target, name) -> None:

@@ -96,9 +96,7 @@ def outputs(served: Engine) -> list[list[int]]:
         *(
             pytest.param(drafter, kinds, marks=pytest.mark.full)
             for drafter, kinds in (
-                ("dynamic tree", "chosen"),
                 ("chain", "masked"),
-                ("chain", "free"),
                 ("dynamic tree", "free"),
             )
         ),
@@ -106,6 +104,8 @@ def outputs(served: Engine) -> list[list[int]]:
             pytest.param(drafter, kinds, marks=pytest.mark.thorough)
             for drafter, kinds in (
                 ("none", "chosen"),
+                ("dynamic tree", "chosen"),
+                ("chain", "free"),
                 ("EAGLE-3 of few tokens", "chosen"),
                 ("prompt lookup", "masked"),
             )

@@ -126,6 +126,7 @@ def every_block(student, output):
 
 
 @pytest.mark.full_except("dflash", "dspark rnn")
+@pytest.mark.thorough_except("jetspec", "windows of blocks")
 @pytest.mark.kills_alone("blocks-hang-from-the-token-before, blocks-read-one-token-too-far")
 def test_blocks_are_what_the_drafter_writes(student) -> None:
     """Check every place that has an anchor, whatever other blocks are read with it."""
@@ -258,6 +259,7 @@ def slow_loss(method, student, target=TARGET) -> tuple[float, int]:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("dflash", "dflash target", "dflash dpace")
 @pytest.mark.parametrize("name", METHODS)
 def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> None:
     method, kind = METHODS[name]

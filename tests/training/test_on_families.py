@@ -354,6 +354,7 @@ def learn(trained: TrainingMethod, target: Target):
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("eagle1-gemma4 31B", "hass-smollm3")
 @pytest.mark.parametrize(
     ("method", "name"),
     [

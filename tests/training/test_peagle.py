@@ -84,6 +84,7 @@ def learnt(batch, sizes) -> dict[int, list[int]]:
 
 
 @pytest.mark.full_except("windows")
+@pytest.mark.thorough_except("plain", "own vocabulary")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.represents("P-EAGLE's training")
 def test_every_place_drafts_as_the_drafter_does(kind) -> None:
@@ -109,6 +110,7 @@ def test_every_place_drafts_as_the_drafter_does(kind) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("plain-False-cross_entropy", "own vocabulary-True-hybrid")
 @pytest.mark.parametrize(
     ("kind", "remat", "loss"),
     [

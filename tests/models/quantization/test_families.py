@@ -73,6 +73,7 @@ OFTEN = [
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("phi3-int4", "qwen3_moe-int8")
 @pytest.mark.parametrize(
     ("name", "weights"),
     [

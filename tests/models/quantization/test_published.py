@@ -116,6 +116,7 @@ RARE = ("W8A8 of a matrix", "W8A16 in groups", "W8A16 packed", "W4A16 per output
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("W8A8", "W8A16", "W8A16 packed in groups")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in RARE)) for name in CASES]
 )

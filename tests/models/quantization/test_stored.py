@@ -237,6 +237,7 @@ def test_weights_are_those_that_the_slow_packer_packed(tmp_path, name) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("AWQ", "GPTQ, symmetric")
 @pytest.mark.parametrize(
     "name", ["AWQ", "GPTQ, symmetric", "GPTQ, act order", "GPTQ of 8 bits", "GPTQ, one group"]
 )
