@@ -8,7 +8,6 @@ writes the tensors.
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -103,7 +102,7 @@ def declare_stored(
         has_headers = False
     if has_headers:
         return _reader(files, config, jnp.float32, None, mesh, weights)[0]
-    stated = partial(published.stated_form, files.quantization)
+    stated = published.stated_forms(files.quantization)
     form_of = schemes.of_model(forms_for(files, weights, mesh, stated), config.tie_embeddings)
     # config.json names modules as the files do.
     family = config_json.family_of(files.raw, files.file)
