@@ -22,12 +22,12 @@ from specjax.models.fields import CheckpointError
 from specjax.models.quantization import Form, is_quantized, published
 from specjax.models.quantization.nvfp4 import Nvfp4Experts, Nvfp4Matrix, Scales
 from specjax.models.quantization.stored import PlainExperts
-from specjax.models.quantization.weights import dequantize_matrix
 from specjax.models.transformer import Target
 from tests.conftest import MIXTURES, tiny_config, tiny_target
 from tests.models.quantization import modelopt
 from tests.models.quantization.in_memory import Numbers
 from tests.models.quantization.modelopt import EACH, FP8, NVFP4
+from tests.models.quantization.quantized import as_floats
 
 GROUPS = Form("int8", 16)
 LINE = "it is read with .*; activations are not quantized, and stored scales"
@@ -191,14 +191,6 @@ def plain(directory) -> Target:
 
 def assert_equal(params, expected) -> None:
     jax.tree.map(np.testing.assert_array_equal, params, expected)
-
-
-def as_floats(target: Target):
-    return jax.tree.map(
-        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf,
-        target.params,
-        is_leaf=is_quantized,
-    )
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
