@@ -15,6 +15,7 @@ import logging
 import math
 import tempfile
 import typing
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -959,7 +960,11 @@ def _ours(model: Any, fields: dict[str, Any]) -> np.ndarray:
         _name_as_published(Path(directory) / "model.safetensors")
         # It may have a default that is beyond this vocabulary.
         (Path(directory) / "generation_config.json").unlink(missing_ok=True)
-        target = Target.from_pretrained(directory, dtype=np.float32)
+        with warnings.catch_warnings():
+            # Some of transformers' models, such as Nemotron-H's, do not tie the head although they
+            # are told to. Then it is stored, and a warning says that it is used.
+            warnings.filterwarnings("ignore", ".*tie_word_embeddings is true, but")
+            target = Target.from_pretrained(directory, dtype=np.float32)
     tokens = jnp.asarray(_tokens(target.config.vocab_size))
     with jax.disable_jit():
         output, _ = target.forward(tokens)
