@@ -8,7 +8,6 @@ writes the tensors.
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,13 +20,18 @@ from specjax.models import checkpoint, config_json, fingerprint
 from specjax.models import params as declarations
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.families import FAMILIES
+from specjax.models.families import FAMILIES, Family
 from specjax.models.fields import CheckpointError
 from specjax.models.params import Param, Params
 from specjax.models.parts import Layers
 from specjax.models.quantization import Form, published, saved, schemes
 from specjax.models.quantization.schemes import Weights
 from specjax.progress import say
+
+
+def _family_of(files: CheckpointFiles) -> Family:
+    """Return the family that the config.json of a checkpoint names."""
+    return config_json.family_of(files.raw, files.file)
 
 
 def with_stored_head(files: CheckpointFiles, config: ModelConfig) -> ModelConfig:
@@ -42,7 +46,7 @@ def with_stored_head(files: CheckpointFiles, config: ModelConfig) -> ModelConfig
     if not config.tie_embeddings:
         return config
     stored = files.shapes
-    embedding, head = config_json.family_of(files.raw, files.file).embedding_and_head(stored)
+    embedding, head = _family_of(files).embedding_and_head(stored)
     if (
         head not in stored
         or embedding not in stored
@@ -103,10 +107,10 @@ def declare_stored(
         has_headers = False
     if has_headers:
         return _reader(files, config, jnp.float32, None, mesh, weights)[0]
-    stated = partial(published.stated_form, files.quantization)
+    stated = published.stated_forms(files.quantization)
     form_of = schemes.of_model(forms_for(files, weights, mesh, stated), config.tie_embeddings)
     # config.json names modules as the files do.
-    family = config_json.family_of(files.raw, files.file)
+    family = _family_of(files)
     declared = family.store(declarations.declare(config), family.prefix_in(files.tensor_names))
     return schemes.declare(declared, form_of, mesh)
 
@@ -153,7 +157,7 @@ def _reader(
 
     ``layers`` are those of a saved part, or None.
     """
-    family, stored = config_json.family_of(files.raw, files.file), files.shapes
+    family, stored = _family_of(files), files.shapes
     # MTP modules are numbered after the last layer. `config_json.parse_config` has checked the
     # field.
     if layers is None and family.modules_follow:
@@ -248,7 +252,7 @@ def save(
 
 def embedding_type(files: CheckpointFiles) -> np.dtype:
     """Return the type in which a target's embedding is stored; bfloat16 for FP8."""
-    family = config_json.family_of(files.raw, files.file)
+    family = _family_of(files)
     return checkpoint.type_of(files, family.embedding_and_head(files.tensor_names)[0])
 
 
@@ -287,8 +291,10 @@ def _compare_sizes(
             f"{files.file}: {field}={last}, but the tensors are of {layers} layers: "
             "give the configuration and the weights of one model"
         )
-    indices = (re.search(r"\.experts\.([0-9]{1,9})\.", name) for name in files.shapes)
-    experts = max((int(index[1]) + 1 for index in indices if index), default=0)
+    # MTP modules and vision towers may have experts of their own.
+    expert = re.compile(layer.pattern + r".*\bexperts\.([0-9]{1,9})\.")
+    matches = filter(None, map(expert.match, files.shapes))
+    experts = max((int(match[2]) + 1 for match in matches if int(match[1]) < last), default=0)
     if config.moe is not None and experts and experts != config.moe.num_experts:
         raise CheckpointError(
             f"{files.file}: it says {config.moe.num_experts} experts, but the tensors are of"

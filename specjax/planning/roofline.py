@@ -38,7 +38,14 @@ from specjax.models.published import parameter_count
 from specjax.models.quantized_cache import is_part
 from specjax.models.transformer import Target
 from specjax.planning import theory
-from specjax.planning.work import Work, cache_bytes, commit_work, forward_time, state_bytes
+from specjax.planning.work import (
+    Work,
+    cache_bytes,
+    commit_work,
+    forward_time,
+    root_work,
+    state_bytes,
+)
 
 LONGEST = 16
 """The default length in tokens of the longest chain that the searches try."""
@@ -280,15 +287,18 @@ class Pair:
     def once_time(self, batch: int, context: int, gamma: int = 1) -> float:
         """Return the seconds of the drafter's work that is done once for all levels of a chain.
 
-        ``gamma`` is the length of the chain. A draft model commits the root, and at the end up to
-        ``gamma`` accepted tokens.
+        ``gamma`` is the length of the chain. A draft model commits the root in its pass, and at the
+        end the accepted tokens that it has read: up to ``gamma`` - 1, because it does not read the
+        last one of a chain.
         """
         if isinstance(self.drafter, Trained):
             return self.drafter.step_time(
                 self.chip, batch, context, gamma, self.weight_bytes, self.kv_bytes
             )
-        tokens = (1, gamma)
-        return sum(self._commit(self.draft_config, batch, count) for count in tokens)
+        root = root_work(self.draft_config, batch).seconds(self.chip)
+        if gamma == 1:
+            return root
+        return root + self._commit(self.draft_config, batch, gamma - 1)
 
     def memory(self, batch: int, context: int) -> float:
         """Return the bytes of the weights and of both caches, with their states.

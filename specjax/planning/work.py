@@ -124,6 +124,22 @@ def commit_work(config: ModelConfig, batch: int, tokens: int) -> Work:
     return Work(2.0 * batch * tokens * states, moved)
 
 
+def root_work(config: ModelConfig, batch: int) -> Work:
+    """Return the work that a pass over one token of B rows has in addition if it commits them.
+
+    A draft model's pass over the root does. It has read the states, and now writes the new ones. No
+    entry is stored.
+
+    Examples:
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.work import root_work
+        >>> round(root_work(published("qwen3.5-9b"), batch=1).bytes / 1e6)  # megabytes
+        51
+    """
+    states = sum(sizes.state_size for sizes in _states(config))
+    return Work(2.0 * batch * states, batch * state_bytes(config))
+
+
 def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
     """Return the bytes of one token in the KV cache, over all layers that have their own entries.
 

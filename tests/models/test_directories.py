@@ -10,7 +10,7 @@ from specjax.drafters import Eagle
 from specjax.models import config_json
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
-from specjax.models.quantization.published import stated_form
+from specjax.models.quantization.published import stated_forms
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 
@@ -83,7 +83,7 @@ def test_what_modelopt_has_not_quantized_is_read(tmp_path, cache, in_config) -> 
         quantization = {"quant_method": "modelopt", "kv_cache_scheme": scheme, "ignore": []}
         raw["quantization_config"] = quantization | in_config
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        assert stated_form(raw["quantization_config"], "model.layers.0.mlp.up_proj.weight") is None
+        assert stated_forms(raw["quantization_config"])("model.layers.0.mlp.up_proj.weight") is None
     if cache:
         file = tmp_path / "model.safetensors"
         scale = {"model.layers.0.self_attn.k_proj.k_scale": np.ones((), np.float32)}

@@ -337,6 +337,40 @@ def test_what_does_not_belong_to_the_model_is_refused(tmp_path) -> None:
         Target.from_pretrained(tmp_path)
 
 
+def test_other_modules_may_have_more_experts(tmp_path) -> None:
+    target = tiny_target(**MIXTURES["deepseek_v3"])
+    target.save_pretrained(tmp_path)
+    more = np.zeros((8, 16), np.float32)
+    edit(
+        tmp_path,
+        {"num_nextn_predict_layers": 1},
+        lambda tensors: tensors.update({"model.layers.2.mlp.experts.11.up_proj.weight": more}),
+    )
+    read = Target.from_pretrained(tmp_path, dtype=np.float32)
+    jax.tree.map(np.testing.assert_array_equal, read.params, target.params)
+
+
+def test_the_vision_tower_may_have_more_experts(tmp_path) -> None:
+    target = tiny_target(**MIXTURES["qwen3_moe"])
+    target.save_pretrained(tmp_path)
+    more = {"model.visual.blocks.0.mlp.experts.11.up_proj.weight": np.zeros((8, 16), np.float32)}
+
+    def as_seeing(tensors) -> None:
+        text = {
+            name.replace("model.", "model.language_model.", 1): tensors.pop(name)
+            for name in list(tensors)
+            if name.startswith("model.")
+        }
+        tensors.update(text | more)
+
+    raw = json.loads((tmp_path / "config.json").read_text())
+    nested = {"text_config": raw | {"model_type": "qwen3_vl_moe_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    edit(tmp_path, {"model_type": "qwen3_vl_moe", "tie_word_embeddings": False}, as_seeing)
+    read = Target.from_pretrained(tmp_path, dtype=np.float32)
+    jax.tree.map(np.testing.assert_array_equal, read.params, target.params)
+
+
 def test_mimo_is_a_qwen2_model_with_modules_beside_it(tmp_path) -> None:
     target = tiny_target(model_type="qwen2", qkv_bias=True)
     target.save_pretrained(tmp_path)

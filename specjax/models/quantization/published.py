@@ -9,7 +9,7 @@ refused by name: a model whose layout is misread generates nonsense.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -189,44 +189,89 @@ def method_of(raw: Fields) -> Any:
     return raw.get("quant_method", raw.get("method"))  # GPTQModel writes "method"
 
 
-def stated_form(raw: Fields, name: str) -> Form | None:
-    """Return the form that a matrix probably has, by a ``quantization_config`` alone.
+def stated_forms(raw: Fields) -> Callable[[str], Form | None]:
+    """Return the function from a matrix's name to the form that a ``quantization_config`` says.
 
     The tensors themselves say it exactly: they may have an order, or stay in floats although the
-    config does not say so.
+    config does not say so. The form of a matrix that stays in floats is None.
 
     Args:
         raw: the ``quantization_config``, which has been checked; empty if there is none.
-        name: the name of the matrix, such as ``model.layers.0.mlp.up_proj.weight``.
 
     Examples:
-        >>> from specjax.models.quantization.published import stated_form
-        >>> raw = {"quant_method": "awq", "bits": 4, "group_size": 128}
-        >>> stated_form(raw, "model.layers.0.mlp.up_proj.weight")
+        >>> from specjax.models.quantization.published import stated_forms
+        >>> stated = stated_forms({"quant_method": "awq", "bits": 4, "group_size": 128})
+        >>> stated("model.layers.0.mlp.up_proj.weight")
         Form(kind='int4', group=128, has_zeros=True, is_ordered=False, activations=16)
-        >>> stated_form(raw, "lm_head.weight") is None
+        >>> stated("lm_head.weight") is None
         True
     """
-    method, module = method_of(raw), name.removesuffix(".weight")
+    if not raw:
+        return lambda name: None
+    method = method_of(raw)
+    # ModelOpt's names may have "language_model." where those of the tensors do not, and vice versa.
+    adapted = _without_images if method == "modelopt" else str
     left_out = raw.get("ignore") or raw.get("modules_to_not_convert") or []
-    if method == "modelopt":
-        # Its names may have "language_model." where those of the tensors do not, and vice versa.
-        left_out, module = map(_without_images, left_out), _without_images(module)
-    if not raw or any(_names(pattern, module) for pattern in left_out):
-        return None
-    if method == "modelopt":
-        return _stated_by_modelopt(raw, module)
-    if method == "compressed-tensors":
-        return _stated_in_groups(raw, module)
-    if method == "mxfp4":
-        return Form("int8", MXFP4_GROUP) if ".experts." in name else None
-    if module.endswith((*EMBEDDINGS, "lm_head")):
-        return None
-    if method == "fp8":
-        return Form("fp8", BLOCK if raw.get("weight_block_size") else 0)
-    has_zeros = method == "awq" or raw.get("sym", True) is not True
-    kind = "int4" if raw.get("bits", 4) == 4 else "int8"
-    return Form(kind, max(raw.get("group_size", 128), 0), has_zeros)
+    ignored = ByModule((adapted(pattern), True) for pattern in left_out)
+    form_of = {
+        "modelopt": _stated_by_modelopt,
+        "compressed-tensors": _stated_in_groups,
+        "mxfp4": _stated_by_mxfp4,
+    }.get(method, _stated_alike)(raw)
+
+    def stated(name: str) -> Form | None:
+        module = adapted(name.removesuffix(".weight"))
+        return None if ignored.get(module) else form_of(module)
+
+    return stated
+
+
+class ByModule:
+    """Values for the modules that names and patterns of a ``quantization_config`` are for.
+
+    A name is for the module and all modules in it. Checkpoints name tens of thousands of modules,
+    so they are looked up by name; only patterns are tried one by one. If several are for a module,
+    the longest name comes first, and patterns come last.
+    """
+
+    def __init__(self, values: Iterable[tuple[str, Any]]) -> None:
+        self.names: dict[str, Any] = {}
+        self.patterns: dict[str, Any] = {}
+        for name, value in values:
+            is_pattern = name.startswith("re:") or "*" in name
+            (self.patterns if is_pattern else self.names).setdefault(name, value)
+
+    def get(self, module: str) -> Any:
+        """Return the value for a module; None if there is none."""
+        name = module
+        while name:
+            if name in self.names:
+                return self.names[name]
+            name = name.rpartition(".")[0]
+        matching = (value for name, value in self.patterns.items() if _matches(name, module))
+        return next(matching, None)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Return whether a pattern of a ``quantization_config`` is for a module."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return fnmatchcase(module, pattern)  # ModelOpt's patterns
+
+
+def _stated_by_mxfp4(raw: Fields) -> Callable[[str], Form | None]:
+    return lambda module: Form("int8", MXFP4_GROUP) if ".experts." in module else None
+
+
+def _stated_alike(raw: Fields) -> Callable[[str], Form | None]:
+    """Return the forms of a method with the same form for all matrices of the layers."""
+    if method_of(raw) == "fp8":
+        form = Form("fp8", BLOCK if raw.get("weight_block_size") else 0)
+    else:
+        has_zeros = method_of(raw) == "awq" or raw.get("sym", True) is not True
+        kind = "int4" if raw.get("bits", 4) == 4 else "int8"
+        form = Form(kind, max(raw.get("group_size", 128), 0), has_zeros)
+    return lambda module: None if module.endswith((*EMBEDDINGS, "lm_head")) else form
 
 
 def _class_of(module: str) -> str:
@@ -234,18 +279,25 @@ def _class_of(module: str) -> str:
     return "Embedding" if module.endswith(EMBEDDINGS) else "Linear"
 
 
-def _stated_in_groups(raw: Fields, module: str) -> Form | None:
-    kind = _class_of(module)
-    group = next(
-        (
-            group
-            for group in raw["config_groups"].values()
-            if any(target == kind or _names(target, module) for target in group["targets"])
-        ),
-        None,
-    )
-    if group is None:
-        return None
+def _stated_in_groups(raw: Fields) -> Callable[[str], Form | None]:
+    groups = list(raw["config_groups"].values())
+    targets = [ByModule((target, True) for target in group["targets"]) for group in groups]
+    forms = [_form_of_group(group) for group in groups]
+
+    def stated(module: str) -> Form | None:
+        kind = _class_of(module)
+        matching = (
+            form
+            for form, of in zip(forms, targets, strict=True)
+            if kind in of.names or of.get(module)
+        )
+        return next(matching, None)
+
+    return stated
+
+
+def _form_of_group(group: Fields) -> Form:
+    """Return the form of a group of compressed-tensors."""
     weights = group["weights"]
     if weights.get("type") == "float" and weights.get("num_bits", 8) == 4:
         return Form("int8", nvfp4.BLOCK)
@@ -257,15 +309,6 @@ def _stated_in_groups(raw: Fields, module: str) -> Form | None:
         weights.get("symmetric", True) is not True,
         activations=_activations(group),
     )
-
-
-def _names(pattern: str, module: str) -> bool:
-    """Return whether a name or a pattern of a ``quantization_config`` is for a module."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    if "*" in pattern:  # ModelOpt's patterns
-        return fnmatchcase(module, pattern)
-    return module == pattern or module.startswith(f"{pattern}.")
 
 
 def _check_modelopt(raw: Fields, need: _Need, ignored: str = "ignore") -> None:
@@ -304,23 +347,24 @@ def _check_size(raw: Fields, algorithm: Any, need: _Need, field: str) -> None:
         need.one_of(field, raw["group_size"], nvfp4.BLOCK)
 
 
-def _stated_by_modelopt(raw: Fields, module: str) -> Form | None:
-    """Return the form of a module's matrix, under any of the names of models with images."""
+def _stated_by_modelopt(raw: Fields) -> Callable[[str], Form | None]:
+    """Return the forms of modules' matrices, under any of the names of models with images."""
     algorithm = raw.get("quant_algo")  # None: no weights are quantized
-    if algorithm == _MIXED:
-        algorithm = next(
-            (
-                layer["quant_algo"]
-                for name, layer in raw["quantized_layers"].items()
-                if _names(_without_images(name), module)
-            ),
-            None,
-        )
-    elif module.endswith(EMBEDDINGS):
-        algorithm = None
-    if algorithm is None:
-        return None
-    return Form("int8", nvfp4.BLOCK) if _ALGORITHMS[algorithm] == "NVFP4" else Form("fp8")
+    layers = raw["quantized_layers"] if algorithm == _MIXED else {}
+    algorithms = ByModule(
+        (_without_images(name), layer["quant_algo"]) for name, layer in layers.items()
+    )
+
+    def stated(module: str) -> Form | None:
+        if algorithm == _MIXED:
+            applied = algorithms.get(module)
+        else:
+            applied = None if module.endswith(EMBEDDINGS) else algorithm
+        if applied is None:
+            return None
+        return Form("int8", nvfp4.BLOCK) if _ALGORITHMS[applied] == "NVFP4" else Form("fp8")
+
+    return stated
 
 
 def _without_images(name: str) -> str:
@@ -550,6 +594,14 @@ class _Parts:
     def __init__(self, tensors: Mapping[str, Any], raw: Fields, directory: Path) -> None:
         self.tensors, self.raw, self.directory = tensors, raw, directory
         self.is_modelopt = method_of(raw) == "modelopt" and raw.get("quant_algo") is not None
+        groups = (raw.get("config_groups") or {}).values()
+        self.groups = [(group, frozenset(group["targets"])) for group in groups]
+        self.patterns = [
+            (group, target.removeprefix("re:"))
+            for group, targets in self.groups
+            for target in targets
+            if target.startswith("re:")
+        ]
 
     def place(self, *names: str) -> Path:
         """Return the file of the first of ``names`` that is there; the directory if unknown."""
@@ -622,19 +674,13 @@ class _Parts:
 
         A name takes precedence over a pattern, and a pattern over a class of layers.
         """
-        groups = list((self.raw.get("config_groups") or {}).values())
         module = matrix.removesuffix(".weight")
         kind = _class_of(module)
-        by_name = [group for group in groups if module in group["targets"]]
-        by_pattern = [
-            group
-            for group in groups
-            if any(
-                re.match(target[3:], module) for target in group["targets"] if target[:3] == "re:"
-            )
-        ]
-        by_class = [group for group in groups if kind in group["targets"]]
-        matching = by_name or by_pattern or by_class or groups[:1] * (len(groups) == 1)
+        by_name = [group for group, targets in self.groups if module in targets]
+        by_pattern = [group for group, pattern in self.patterns if re.match(pattern, module)]
+        by_class = [group for group, targets in self.groups if kind in targets]
+        only = [group for group, _ in self.groups] if len(self.groups) == 1 else []
+        matching = by_name or by_pattern or by_class or only
         if not matching:
             self.refuse(
                 f"{show(matrix)} is quantized, and config.json does not say how: none of its"

@@ -97,23 +97,24 @@ def format_config(declared: Any) -> JsonObject | None:
 
     It is None if nothing is quantized.
     """
-    modules: dict[Form, list[str]] = {}
-    floats: list[str] = []
+    # Several parameters may be parts of one tensor: it counts once.
+    modules: dict[Form, dict[str, None]] = {}
+    floats: set[str] = set()
     for leaf in jax.tree.leaves(declared, is_leaf=is_quantized):
         if is_quantized(leaf):
             names = [name.removesuffix(".weight:values") for name in leaf.values.stored_names]
-            modules.setdefault(leaf.form, []).extend(names)
+            modules.setdefault(leaf.form, {}).update(dict.fromkeys(names))
         elif isinstance(leaf, Param) and len(leaf.shape) > 1 and not leaf.is_rows:
-            floats += [
+            floats |= {
                 name.removesuffix(".weight")
                 for name in leaf.stored_names
                 if name.endswith(".weight")
-            ]
+            }
     if not modules:
         return None
     if not any(name.endswith("lm_head") for names in (floats, *modules.values()) for name in names):
         # Tied to the embedding here, but a module of its own in other programs.
-        floats.append("lm_head")
+        floats.add("lm_head")
     usual = max(modules, key=lambda form: len(modules[form]))
     groups = {}
     for index, (form, names) in enumerate(
@@ -128,7 +129,7 @@ def format_config(declared: Any) -> JsonObject | None:
             "dynamic": True,
         }
         groups[f"group_{index}"] = {
-            "targets": ["Linear", *embeddings] if form == usual else list(dict.fromkeys(names)),
+            "targets": ["Linear", *embeddings] if form == usual else list(names),
             "weights": _weights(form),
             "input_activations": inputs if form.activations == 8 else None,
             "output_activations": None,

@@ -39,7 +39,10 @@ class Scheme:
     def form_of(self, param: Param) -> Form | None:
         """Return the form of a parameter; None if it stays in floats.
 
-        Norms, biases and routers stay in floats.
+        Only matrices that nothing but products use are quantized (`Param.is_product`). Norms,
+        biases, convolutions, decays, routers, and gates with a number for each head stay in floats.
+        The rows of Mamba-2's steps are quantized, because files have them in the matrix of its
+        inputs.
         """
         if not param.is_product:
             return None

@@ -12,8 +12,10 @@ import functools
 import inspect
 import json
 import logging
+import math
 import tempfile
 import typing
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -432,6 +434,8 @@ _OLDER_WITH_INDEXERS: dict[str, list[Any]] = {
 }
 _TEXTS = ["silu", "gelu", "relu2", "other"]
 """Values of fields with text: activations, and what no field means."""
+_LARGE = 0.05
+"""An epsilon beside which the mean squares of tiny models are not large: it changes logits."""
 _BY_NAME: dict[str, list[Any]] = {
     "mlp_layer_types": [["dense", "sparse"], ["sparse", "dense"], ["dense"] * 2, ["sparse"] * 2],
     "mlp_multipliers": [[0.8, 1.0], [1.0, 0.4]],
@@ -446,6 +450,10 @@ _BY_NAME: dict[str, list[Any]] = {
     "moe_latent_size": [20],
     "chunk_size": [16],
     "mamba_chunk_size": [16],
+    "rms_norm_eps": [_LARGE],
+    "layer_norm_epsilon": [_LARGE],
+    "layer_norm_eps": [_LARGE],
+    "norm_eps": [_LARGE],
     "post_norm_eps": [0.5],
     "mamba_norm_before_gate": [False],
     "use_bidirectional_attention": [True, "all", "vision"],
@@ -474,7 +482,14 @@ _SMALL_BY_DEFAULT = (
 TOLERANCE = 1e-4
 """The largest distance from transformers' logits, as a share of the largest if that is above 1."""
 OF_ROUNDING = 2.0
-"""A larger distance must be below this factor times transformers' own, from float32 to float64."""
+"""An error above TOLERANCE is accepted up to this many times transformers' own.
+
+That is the distance between transformers' logits in float32 and in float64.
+"""
+LARGEST = 2e-3
+"""No error is accepted from here on, whatever transformers' own is."""
+EFFECT = 10 * TOLERANCE
+"""How far a field must move logits: then an error of a model that ignores it is no rounding."""
 
 
 @dataclass(frozen=True)
@@ -725,11 +740,19 @@ def changes_logits(family: str, name: str) -> bool:
 
 
 def has_effect(family: str, name: str) -> bool:
-    """Return whether a case of a field is refused here, or changes transformers' logits."""
-    cases_of_field = (
-        case for case in cases_of(family) if case.name == name or case.name.startswith(f"{name}.")
-    )
-    return any(_is_refused(case) or _changes_logits(case) for case in cases_of_field)
+    """Return whether some case of a field that both sides read changes transformers' logits.
+
+    If they read none, it is enough that one is refused here.
+    """
+    changes = [
+        (_is_refused(case), _change(case))
+        for case in cases_of(family)
+        if case.name == name or case.name.startswith(f"{name}.")
+    ]
+    accepted = [change for is_refused, change in changes if not (is_refused or change is None)]
+    if accepted:
+        return max(accepted) > EFFECT
+    return any(is_refused for is_refused, _ in changes)
 
 
 def _is_refused(case: Case) -> bool:
@@ -741,11 +764,28 @@ def _is_refused(case: Case) -> bool:
 
 
 def _changes_logits(case: Case) -> bool:
-    """Return whether transformers reads the file, and its logits are not those of the unchanged."""
+    """Return whether transformers reads the file, and gives other logits than for the unchanged."""
+    change = _change(case)
+    return change is not None and change > EFFECT
+
+
+def _change(case: Case) -> float | None:
+    """Return how far transformers' logits are from those of the unchanged file, see `_scale`.
+
+    It is infinite if their number changes, and None if transformers does not read one of the files,
+    or gives NaN.
+    """
     before, theirs = _base(case.family, case.rope), _read_by_transformers(case.file())
-    if before is None or theirs is None:
-        return False
-    return bool(np.isfinite(theirs.logits).all()) and not np.array_equal(before, theirs.logits)
+    if before is None or theirs is None or not np.isfinite(theirs.logits).all():
+        return None
+    if before.shape != theirs.logits.shape:
+        return math.inf
+    return float(np.abs(before - theirs.logits).max()) / _scale(theirs.logits)
+
+
+def _scale(logits: np.ndarray) -> float:
+    """Return the size of logits: distances are shares of it if it is above 1."""
+    return max(1.0, float(np.abs(logits).max()))
 
 
 # --- the outcome of a case ------------------------------------------------------------------------
@@ -758,10 +798,17 @@ class Outcome:
     Attributes:
         summary: a few words.
         wrong: whether transformers reads the file, and ours reads it as another model.
+        is_rounding: whether the error is above `TOLERANCE`, but near transformers' own.
+        compared_tokens: the number of tokens whose logits were compared: those before the first
+            for which rounding selects keys.
+        is_selected: whether an indexer selects keys.
     """
 
     summary: str
     wrong: bool = False
+    is_rounding: bool = False
+    compared_tokens: int = 0
+    is_selected: bool = False
 
 
 def outcome(case: Case) -> Outcome:
@@ -804,18 +851,24 @@ def _compare(theirs: "_Theirs", fields: dict[str, Any]) -> Outcome:
     """Return the distance of our logits from transformers', and whether it is too large."""
     expected, logits = theirs.logits, _ours(theirs.model, fields)
     # What rounding selects for a token changes the tokens after it as well.
-    is_open = np.any(zoo.open_selections(theirs.model, theirs.tokens), axis=(0, 1))
-    last = int(is_open.argmax()) if is_open.any() else LENGTH
-    scale = max(1.0, float(np.abs(expected).max()))
-    worst = float(np.abs(logits - expected)[:, :last].max()) / scale
-    if worst < TOLERANCE:
-        return Outcome(f"error {worst:.1g}")
-    exact = zoo.logits(theirs.model.double(), theirs.tokens)
-    rounding = float(np.abs(exact - expected)[:, :last].max()) / scale
-    return Outcome(
-        f"error {worst:.1g}, transformers' own {rounding:.1g}",
-        wrong=not worst < max(TOLERANCE, OF_ROUNDING * rounding),
+    selections = zoo.open_selections(theirs.model, theirs.tokens)
+    is_open = np.any(selections, axis=(0, 1))
+    compared_tokens = int(is_open.argmax()) if is_open.any() else LENGTH
+    compared = f" of {compared_tokens} tokens" if compared_tokens < LENGTH else ""
+    scale = _scale(expected)
+    worst = float(np.abs(logits - expected)[:, :compared_tokens].max()) / scale
+    result = Outcome(
+        f"error {worst:.1g}{compared}",
+        compared_tokens=compared_tokens,
+        is_selected=zoo.selected_keys(theirs.model) < LENGTH,
     )
+    if worst < TOLERANCE:
+        return result
+    exact = zoo.logits(theirs.model.double(), theirs.tokens)
+    rounding = float(np.abs(exact - expected)[:, :compared_tokens].max()) / scale
+    wrong = not worst < min(LARGEST, max(TOLERANCE, OF_ROUNDING * rounding))
+    summary = f"{result.summary}, transformers' own {rounding:.1g}"
+    return replace(result, summary=summary, wrong=wrong, is_rounding=not wrong)
 
 
 @functools.cache
@@ -907,7 +960,11 @@ def _ours(model: Any, fields: dict[str, Any]) -> np.ndarray:
         _name_as_published(Path(directory) / "model.safetensors")
         # It may have a default that is beyond this vocabulary.
         (Path(directory) / "generation_config.json").unlink(missing_ok=True)
-        target = Target.from_pretrained(directory, dtype=np.float32)
+        with warnings.catch_warnings():
+            # Some of transformers' models, such as Nemotron-H's, do not tie the head although they
+            # are told to. Then it is stored, and a warning says that it is used.
+            warnings.filterwarnings("ignore", ".*tie_word_embeddings is true, but")
+            target = Target.from_pretrained(directory, dtype=np.float32)
     tokens = jnp.asarray(_tokens(target.config.vocab_size))
     with jax.disable_jit():
         output, _ = target.forward(tokens)

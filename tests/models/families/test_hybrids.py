@@ -22,7 +22,7 @@ from specjax.models.transformer import Target
 from specjax.sampling import Sampling
 from tests.conftest import HYBRID, SHAPES, tiny_target
 from tests.models.families import zoo
-from tests.models.quantization.test_families import in_floats
+from tests.models.quantization.quantized import in_floats
 
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 LENGTHS = (63, 64, 65, 130)  # around the end of a chunk of the delta rule, and beyond the next

@@ -4,6 +4,7 @@ They are the oracle of what a family computes and of how it is stored.
 """
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -728,6 +729,11 @@ CLOSE = 1e-5
 """The distance of the last selected score and the next one below which rounding decides."""
 
 
+def selected_keys(model: Any) -> int:
+    """Return how many keys an indexer selects; more than any text has if a model has none."""
+    return getattr(model.config.get_text_config(), "index_topk", sys.maxsize)
+
+
 def open_selections(model: Any, tokens: Any) -> list[Any]:
     """Return for each indexer of a model ``[B, T]`` bool: for which tokens rounding selects keys.
 
@@ -739,7 +745,7 @@ def open_selections(model: Any, tokens: Any) -> list[Any]:
     from tests.with_torch import torch
 
     length, selections, select = len(tokens[0]), [], torch.Tensor.topk
-    topk = getattr(model.config.get_text_config(), "index_topk", length)
+    topk = selected_keys(model)
 
     def recording(scores: Any, count: int, *args: Any, **options: Any) -> Any:
         # Routers select as well, among experts.

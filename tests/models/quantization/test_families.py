@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,38 +14,15 @@ from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import MLA, MoE
 from specjax.models.quantization import Form, is_quantized
 from specjax.models.quantization.packing import packed
-from specjax.models.quantization.weights import dequantize_matrix
 from specjax.models.transformer import Target
 from tests.conftest import MIXTURES, tiny_target
+from tests.models.quantization.quantized import forms_of, in_floats, read
 
 PROMPTS = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
 
 
-def read(directory: Path, **options) -> Target:
-    return Target.from_pretrained(directory, dtype=np.float32, **options)
-
-
 def logits(target: Target) -> np.ndarray:
     return np.asarray(target.forward(PROMPTS)[0].logits)
-
-
-def in_floats(target: Target) -> Target:
-    floats = jax.tree.map(
-        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf,
-        target.params,
-        is_leaf=is_quantized,
-    )
-    if is_quantized(target.params["embed"]):
-        floats["embed"] = floats["embed"].T
-    return target.replace(params=floats)
-
-
-def forms_of(target: Target, layer: int = -1) -> dict[str, Form]:
-    return {
-        name: value.form
-        for name, value in target.params["layers"][layer].items()
-        if is_quantized(value)
-    }
 
 
 def assert_equal(target: Target, expected: Target) -> None:

@@ -15,11 +15,11 @@ from safetensors.numpy import save_file
 from specjax import sharding
 from specjax.models import config_json, huggingface
 from specjax.models.checkpoint_files import CheckpointFiles
-from specjax.models.quantization import Form, is_quantized
-from specjax.models.quantization.weights import dequantize_matrix
+from specjax.models.quantization import Form
 from specjax.models.transformer import Target
-from tests.models.quantization import modelopt
+from tests.models.quantization import modelopt, quantized
 from tests.models.quantization.modelopt import FP8, NVFP4
+from tests.models.quantization.quantized import as_floats, forms_in
 
 GROUPS = Form("int8", 16)
 
@@ -29,7 +29,7 @@ NEMOTRON: dict[str, Any] = {
     "intermediate_size": 48,
     "hybrid_override_pattern": "MEM*E-M",
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 1,  # which two devices do not divide, unlike Mamba-2's groups
     "head_dim": 8,
     "vocab_size": 64,
     "mamba_num_heads": 4,
@@ -148,7 +148,7 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-ALONE = ("Nemotron 3 Nano FP8", "Qwen3.5 NVFP4")
+ONLY_IN_OWN_FILE = ("Nemotron 3 Nano FP8", "Qwen3.5 NVFP4")
 """Checkpoints with the description in hf_quant_config.json alone, and not in config.json too."""
 
 
@@ -198,36 +198,17 @@ def publish(name: str, directory: Path, in_config: bool) -> None:
     save_file(tensors, file)
 
 
-def forms_in(params: Any) -> Any:
-    """Return params with the form of each matrix, or None."""
-    return jax.tree.map(
-        lambda leaf: leaf.form if is_quantized(leaf) else None, params, is_leaf=is_quantized
-    )
-
-
-def as_floats(target: Target) -> Any:
-    """Return the params of a target with all matrices in floats."""
-    floats = jax.tree.map(
-        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf,
-        target.params,
-        is_leaf=is_quantized,
-    )
-    if is_quantized(target.params["embed"]):  # its rows are looked up
-        floats["embed"] = floats["embed"].T
-    return floats
-
-
 def read(directory: Path, **options: Any) -> Target:
     with pytest.warns(UserWarning, match="it is read with .* and for the KV cache are not used"):
-        return Target.from_pretrained(directory, dtype=np.float32, **options)
+        return quantized.read(directory, **options)
 
 
 @pytest.mark.full_except("Nemotron 3.5 W4A16")
 @pytest.mark.thorough_except("Nemotron 3 Nano FP8", "Nemotron 3 Super NVFP4")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_hybrid_has_the_weights_that_its_numbers_mean(name, tmp_path, monkeypatch) -> None:
-    publish(name, tmp_path, in_config=name not in ALONE)
-    expected = Target.from_pretrained(tmp_path / "floats", dtype=np.float32)
+    publish(name, tmp_path, in_config=name not in ONLY_IN_OWN_FILE)
+    expected = quantized.read(tmp_path / "floats")
     floats = read(tmp_path, weights="float")
     jax.tree.map(np.testing.assert_array_equal, floats.params, expected.params)
     on_cpu = read(tmp_path)
@@ -249,13 +230,59 @@ def test_a_hybrid_has_the_weights_that_its_numbers_mean(name, tmp_path, monkeypa
 
 @pytest.mark.full
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # FP8 has one group of inputs; they are divided for the output.
+        (
+            "Nemotron 3 Super NVFP4",
+            {
+                "z": ((1, 16, 64), (1, 16)),
+                "step": ((1, 2, 64), (1, 2)),
+                "o": ((1, 64, 16), (1, 64)),
+            },
+        ),
+        (
+            "Nemotron 3.5 W4A16",
+            {
+                "z": ((4, 16, 16), (4, 16)),
+                "step": ((4, 2, 16), (4, 2)),
+                "o": ((1, 64, 16), (1, 64)),
+            },
+        ),
+    ],
+)
+def test_mamba2_is_divided_by_its_own_groups(name, expected, tmp_path, monkeypatch) -> None:
+    """Attention has one KV head and is not divided; the groups of Mamba-2 are two."""
+    publish(name, tmp_path, in_config=True)
+    monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
+    layer = read(tmp_path, mesh=sharding.make_mesh(1, 2)).params["layers"][6]
+    shapes = {
+        part: tuple(
+            array.sharding.shard_shape(array.shape)
+            for array in (layer[part].values, layer[part].scales)
+        )
+        for part in expected
+    }
+    assert shapes == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_on_cpu", [True, False])
+@pytest.mark.parametrize(
     "name", ["Nemotron 3 Super NVFP4", "Nemotron 3.5 W4A16", "Nemotron 3 Nano 4B"]
 )
-def test_a_hybrid_that_was_read_is_saved_and_read_again(name, tmp_path) -> None:
+def test_a_hybrid_that_was_read_is_saved_and_read_again(
+    name, is_on_cpu, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: is_on_cpu)
     publish(name, tmp_path, in_config=True)
     stored = read(tmp_path)
     stored.save_pretrained(tmp_path / "again")
-    again = Target.from_pretrained(tmp_path / "again", dtype=np.float32)
+    if name == "Nemotron 3 Nano 4B":  # an embedding is no Linear
+        raw = CheckpointFiles(tmp_path / "again").quantization
+        assert "backbone.embeddings" in raw["config_groups"]["group_0"]["targets"]
+        assert len(raw["config_groups"]) == (1 if is_on_cpu else 2)
+    again = quantized.read(tmp_path / "again")
     jax.tree.map(np.testing.assert_array_equal, again.params, stored.params)
     prompt = np.arange(1, 9)[None]
     np.testing.assert_array_equal(again.forward(prompt)[0].logits, stored.forward(prompt)[0].logits)

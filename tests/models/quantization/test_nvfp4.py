@@ -22,12 +22,12 @@ from specjax.models.fields import CheckpointError
 from specjax.models.quantization import Form, is_quantized, published
 from specjax.models.quantization.nvfp4 import Nvfp4Experts, Nvfp4Matrix, Scales
 from specjax.models.quantization.stored import PlainExperts
-from specjax.models.quantization.weights import dequantize_matrix
 from specjax.models.transformer import Target
 from tests.conftest import MIXTURES, tiny_config, tiny_target
 from tests.models.quantization import modelopt
 from tests.models.quantization.in_memory import Numbers
 from tests.models.quantization.modelopt import EACH, FP8, NVFP4
+from tests.models.quantization.quantized import as_floats
 
 GROUPS = Form("int8", 16)
 LINE = "it is read with .*; activations are not quantized, and stored scales"
@@ -193,14 +193,6 @@ def assert_equal(params, expected) -> None:
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
-def as_floats(target: Target):
-    return jax.tree.map(
-        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf,
-        target.params,
-        is_leaf=is_quantized,
-    )
-
-
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 EXPERTS = MIXTURES["qwen3_moe"] | {
     "hidden_size": 32,
@@ -320,11 +312,9 @@ def test_algorithms_may_differ_and_the_scales_of_a_cache_are_not_used(tmp_path, 
     assert_equal(as_floats(stored), plain(tmp_path / "floats").params)
     assert is_quantized(stored.params["lm_head"])
     assert is_quantized(stored.params["layers"][1]["up"])
-    stated = CheckpointFiles(tmp_path).quantization
-    tensors = CheckpointFiles(tmp_path).tensors
-    for name, tensor in tensors.items():
-        form = published.stated_form(stated, name)
-        assert form == getattr(tensor, "form", None), name
+    stated = published.stated_forms(CheckpointFiles(tmp_path).quantization)
+    for name, tensor in CheckpointFiles(tmp_path).tensors.items():
+        assert stated(name) == getattr(tensor, "form", None), name
 
 
 @pytest.mark.full
@@ -538,15 +528,47 @@ def test_a_pattern_is_of_the_names_of_the_text_model_or_of_the_whole() -> None:
         "lm_head": None,
         "model.embed_tokens": None,
     }
-    stated = {name: published.stated_form(raw, f"{name}.weight") for name in names}
-    assert stated == names
+    stated = published.stated_forms(raw)
+    assert {name: stated(f"{name}.weight") for name in names} == names
     layers = {"language_model.model.layers.1.mlp.experts": {"quant_algo": "FP8"}}
     raw = OWN | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    for prefix in ("language_model.model.", "model.language_model."):
-        name = f"{prefix}layers.1.mlp.experts.0.up_proj.weight"
-        assert published.stated_form(raw, name) == Form("fp8")
-    assert published.stated_form(raw, "model.layers.1.mlp.experts.0.up_proj.weight") == Form("fp8")
-    assert published.stated_form(raw, "model.layers.11.mlp.experts.0.up_proj.weight") is None
+    stated = published.stated_forms(raw)
+    for prefix in ("language_model.model.", "model.language_model.", "model."):
+        assert stated(f"{prefix}layers.1.mlp.experts.0.up_proj.weight") == Form("fp8")
+    assert stated("model.layers.11.mlp.experts.0.up_proj.weight") is None
+
+
+def test_modules_are_looked_up_by_name(monkeypatch) -> None:
+    """Nemotron 3 Super names 41,000 modules: comparing each with each takes 20 minutes."""
+    compared = []
+    matches = published._matches
+
+    def counting(pattern: str, module: str) -> bool:
+        compared.append(pattern)
+        return matches(pattern, module)
+
+    monkeypatch.setattr(published, "_matches", counting)
+    experts = [f"backbone.layers.1.mixer.experts.{i}.up_proj" for i in range(2000)]
+    layers = {name: {"quant_algo": FP8} for name in experts} | {
+        "backbone.layers.*.in_proj": {"quant_algo": NVFP4},
+        "backbone.layers.1": {"quant_algo": NVFP4},
+    }
+    raw = OWN | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    stated = published.stated_forms(raw | {"ignore": experts[:1000]})
+    forms = [stated(f"{name}.weight") for name in experts]
+    assert forms == [None] * 1000 + [Form("fp8")] * 1000
+    assert not compared
+    assert stated("backbone.layers.1.mixer.experts.2000.up_proj.weight") == GROUPS  # its parent
+    assert stated("backbone.layers.0.mixer.in_proj.weight") == GROUPS
+    assert stated("backbone.layers.0.mixer.out_proj.weight") is None
+    assert compared == ["backbone.layers.*.in_proj"] * 2
+    # A group of compressed-tensors may name as many.
+    group = {"targets": experts, "weights": {"num_bits": 4, "group_size": 32}}
+    raw = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    stated = published.stated_forms(raw)
+    assert {stated(f"{name}.weight") for name in experts} == {Form("int4", 32)}
+    assert stated("backbone.layers.0.mixer.in_proj.weight") is None
+    assert len(compared) == 2
 
 
 # --- memory ---------------------------------------------------------------------------------------

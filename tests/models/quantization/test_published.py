@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
 from specjax.models.fields import CheckpointError
-from specjax.models.quantization import Form, is_quantized
+from specjax.models.quantization import Form
 from specjax.models.quantization.weights import dequantize_matrix
 from specjax.models.transformer import Target
 from tests.models.quantization.compressed import (
@@ -31,6 +31,7 @@ from tests.models.quantization.compressed import (
     scheme,
     write,
 )
+from tests.models.quantization.quantized import as_floats, forms_of, read
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 ATTENTION, MLP = "re:.*self_attn.*", "re:.*mlp.*"
@@ -81,30 +82,8 @@ CASES = {
 }
 
 
-def read(directory: Path, **options) -> Target:
-    return Target.from_pretrained(directory, dtype=np.float32, **options)
-
-
 def our_logits(target: Target) -> np.ndarray:
     return np.asarray(target.forward(PROMPTS)[0].logits)
-
-
-def forms_of(target: Target) -> dict[str, Form]:
-    """Return the forms of the quantized matrices of the last layer."""
-    return {
-        name: value.form
-        for name, value in target.params["layers"][-1].items()
-        if is_quantized(value)
-    }
-
-
-def as_floats(target: Target):
-    """Return the params with quantized matrices in floats."""
-    return jax.tree.map(
-        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf,
-        target.params,
-        is_leaf=is_quantized,
-    )
 
 
 def share(result: np.ndarray, expected: np.ndarray) -> float:

@@ -24,8 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specjax.models import checkpoint
 from specjax.models.checkpoint_files import CheckpointFiles
+from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
-from specjax.models.params import Param
+from specjax.models.params import Param, declare
 from specjax.models.quantization import is_quantized, saved, schemes, stored
 from specjax.models.quantization.weights import (
     BLOCK,
@@ -35,7 +36,7 @@ from specjax.models.quantization.weights import (
     quantize_matrix,
 )
 from specjax.models.transformer import Target
-from tests.conftest import MIXTURES, tiny_config, tiny_target
+from tests.conftest import MIXTURES, blocks, tiny_config, tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
 NAMES = {
@@ -158,6 +159,28 @@ def test_every_form_is_read_back_bit_for_bit_and_unpacked_by_the_library(tmp_pat
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
     theirs = compressor.decompress(state, scheme)["weight"]
     np.testing.assert_allclose(theirs.numpy().T, dequantize_matrix(matrix), rtol=1e-6)
+
+
+def test_a_tensor_of_several_parameters_is_named_and_counted_once() -> None:
+    config = tiny_config(**blocks("M*"))
+    declared = FAMILIES[config.model_type].store(declare(config))
+    declared = schemes.declare(declared, schemes.scheme_of("int8").form_of)
+    quantization = saved.format_config(declared)
+    assert quantization is not None
+    assert quantization["ignore"] == ["backbone.layers.0.mixer.conv1d"]
+    # Three parts of one matrix are no more than two matrices.
+    parts = [Param((256, 256), (None, None), "qkv.weight", is_product=True)] * 3
+    others = [
+        Param((256, 256), (None, None), f"{name}.weight", is_product=True) for name in ("up", "o")
+    ]
+    forms = [(Form("int8"), parts), (Form("int4"), others)]
+    declared = [form.declare(param) for form, params in forms for param in params]
+    quantization = saved.format_config(declared)
+    assert quantization is not None
+    groups = quantization["config_groups"]
+    assert groups["group_0"]["targets"] == ["Linear"]
+    assert groups["group_0"]["weights"]["num_bits"] == 4
+    assert groups["group_1"]["targets"] == ["qkv"]
 
 
 def test_what_has_no_name_there_is_refused(tmp_path) -> None:

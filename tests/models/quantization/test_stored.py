@@ -12,11 +12,12 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
 from specjax.models.fields import CheckpointError
-from specjax.models.quantization import Form, is_quantized
+from specjax.models.quantization import Form
 from specjax.models.quantization.stored import Awq, Gptq, PackedMatrix, PlainMatrix
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 from tests.models.quantization.in_memory import Numbers
+from tests.models.quantization.quantized import forms_of, read
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 PROMPTS = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
@@ -150,20 +151,8 @@ def edit_tensors(directory: Path, edit) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def read(directory: Path, **options: Any) -> Target:
-    return Target.from_pretrained(directory, dtype=np.float32, **options)
-
-
 def logits(target: Target) -> np.ndarray:
     return np.asarray(target.forward(PROMPTS)[0].logits)
-
-
-def forms_of(target: Target) -> dict[str, Form]:
-    return {
-        name: value.form
-        for name, value in target.params["layers"][-1].items()
-        if is_quantized(value)
-    }
 
 
 AWQ = {
