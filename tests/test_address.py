@@ -206,6 +206,7 @@ def test_without_an_address_links_stay_as_they_are(copy) -> None:
     assert (copy / "README.md").read_text() == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "address", ["github.com/a/b", f"{ADDRESS}.git", f"{ADDRESS}/", "https://github.com/specjax"]
 )

@@ -154,6 +154,7 @@ def slow_accepted(draft: Draft, row: int, slots: int, text: np.ndarray, position
         node, depth = below[0], depth + 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(5))
 def test_accepted_tokens_equal_a_walk(seed: int) -> None:
     rng = np.random.default_rng(seed)

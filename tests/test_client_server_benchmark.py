@@ -93,6 +93,7 @@ def test_pictures_are_drawn_of_results(name: str) -> None:
     assert all(axes.lines for axes in figure.axes)
 
 
+@pytest.mark.full
 def test_bytes_are_those_of_the_formula_but_for_the_frame() -> None:
     rows = {
         row["drafter"]: row

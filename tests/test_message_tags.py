@@ -121,6 +121,7 @@ def _tags_of_template(chat_template: str) -> list[str]:
     return sorted(set(re.findall(pattern, chat_template)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda it: it.template)
 def test_no_text_of_a_message_becomes_a_tag_of_a_published_template(published: Published) -> None:
     chat_template = template(published.template)

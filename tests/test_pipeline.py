@@ -64,6 +64,7 @@ def test_pieces_joined_are_the_whole(generator, whole) -> None:
     assert "".join(pieces) == whole.text
 
 
+@pytest.mark.full
 def test_text_ends_before_a_stop_string(generator, whole) -> None:
     words = [generator.tokenizer.decode([token]) for token in whole.tokens]
     inside = max(words[2:5], key=len)[1:3]  # within a token

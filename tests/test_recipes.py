@@ -139,6 +139,7 @@ def test_a_recipe_fits_the_chips_that_its_file_names(method) -> None:
     assert needed > find_chip("tpu-v5e").memory
 
 
+@pytest.mark.full
 def test_no_recorded_target_is_cut_to_fewer_layers_than_a_drafter_reads() -> None:
     records = json.loads(Path("benchmarks/results/recipes.json").read_text())
     assert len(records) == len(recipes.cells())

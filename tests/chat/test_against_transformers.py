@@ -141,6 +141,7 @@ def _texts(published: Published) -> list[tuple[str, str]]:
     return [published.written(ANSWERS[name]) for name in names]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SERVER)
 def test_the_servers_templates_are_read_as_transformers_reads_them(name) -> None:
     template = _templates_of_the_server()[SERVER[name]]
@@ -160,6 +161,7 @@ def test_the_servers_templates_and_ours_read_the_same_answers(name) -> None:
         assert _without_space(ours) == _without_space(theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "published",
     [published for published in PUBLISHED if published.family in WITH_TAGS],

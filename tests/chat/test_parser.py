@@ -119,6 +119,7 @@ def _check_whole_calls(events: list) -> None:
             assert isinstance(grew, RegionGrew) and closed == RegionClosed(RegionKind.TOOL_CALL)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("published", HERE, ids=lambda published: published.template)
 def test_events_do_not_depend_on_the_cuts(published) -> None:
     _check_cuts(published, random.Random(published.template), 40)

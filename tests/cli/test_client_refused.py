@@ -8,6 +8,7 @@ import pytest
 from specjax.cli.main import main
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("status", "why"), [(401, "a key is missing or wrong"), (404, "it takes no drafts of clients")]
 )

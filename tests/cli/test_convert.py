@@ -166,6 +166,7 @@ def cut(capsys, target, drafter: str, output) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.full
 def test_a_client_has_of_the_target_what_its_drafter_needs(served, tmp_path, capsys) -> None:
     whole = Target.from_pretrained(served, dtype=np.float32)
     key, vocabulary = jax.random.key(0), {"vocab_size": 3072}
@@ -274,6 +275,7 @@ def test_a_part_is_refused_as_a_target_and_as_a_draft_model(served, tmp_path, ca
         assert "give the whole target that it was cut from" in error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["int8", "w8a8", "int4", "fp8"])
 def test_a_model_is_written_with_quantized_weights(tmp_path, capsys, weights) -> None:
     save_tiny(tmp_path / "model")

@@ -416,6 +416,7 @@ def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) 
     assert not (tmp_path / "out.yaml").exists()
 
 
+@pytest.mark.full
 def test_a_command_that_cannot_be_run_claims_nothing(tiny_pair, tmp_path, capsys) -> None:
     source, output = tmp_path / "texts.jsonl", tmp_path / "new" / "out.jsonl"
     write_source(source, ["def one(): pass"])

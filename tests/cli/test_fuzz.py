@@ -179,6 +179,7 @@ def fuzz(seeds: range, capsys, monkeypatch, tmp_path) -> None:
             raise
 
 
+@pytest.mark.full
 def test_no_command_line_ends_in_a_traceback(capsys, monkeypatch, tmp_path) -> None:
     fuzz(range(150), capsys, monkeypatch, tmp_path)
 

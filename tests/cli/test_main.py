@@ -128,7 +128,7 @@ def test_compiled_programs_are_kept_between_processes(tmp_path, monkeypatch) -> 
     assert list((tmp_path / ".cache" / "specjax" / "compiled").iterdir())
 
 
-@pytest.mark.represents("every drafter from the command line")
+@pytest.mark.full
 def test_every_drafter_gives_the_same_greedy_tokens(capsys, tiny_pair) -> None:
     names = (
         "prompt-lookup",
@@ -211,6 +211,7 @@ def test_generation_ends_before_a_stop_string(capsys, tiny_pair) -> None:
     assert code == 2 and "stop=" in err
 
 
+@pytest.mark.full
 def test_settings_that_greedy_decoding_does_not_read_are_named(capsys, tiny_pair) -> None:
     command = ("generate", "--prompt", "x", "--target", tiny_pair[0], "--max-new-tokens", "8")
     _, _, err = run(capsys, *command, "--top-p", "0.9", "--min-p", "0.1")

@@ -188,6 +188,7 @@ def test_a_draft_cache_and_rows_that_do_not_pay_or_fit(capsys) -> None:
     assert table(out)[0][6] == "never"
 
 
+@pytest.mark.full
 def test_models_are_read_from_directories_without_their_weights(capsys, tmp_path) -> None:
     for name, layers in (("target", 6), ("draft", 1)):
         (tmp_path / name).mkdir()

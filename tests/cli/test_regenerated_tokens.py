@@ -67,7 +67,7 @@ def test_an_end_that_the_target_wrote_is_a_token_of_its_answer(tiny_pair, tmp_pa
 
 
 @pytest.mark.parametrize("template", [ENDED, THOUGHTLESS])
-@pytest.mark.represents("chats with recorded tokens")
+@pytest.mark.full
 def test_each_answer_of_a_chat_stands_after_what_it_was_written_after(
     tiny_pair, tmp_path, template
 ) -> None:
@@ -185,6 +185,7 @@ def test_a_run_that_an_older_version_began_goes_on(tiny_pair, tmp_path) -> None:
     data.prepare(DataConfig(str(output), tiny_pair[0], window=4, holdout=0.3))
 
 
+@pytest.mark.full
 def test_what_is_written_after_records_with_tokens_is_what_it_was(tiny_pair, tmp_path) -> None:
     """Check that tokens decide neither which documents are equal nor where they come from."""
     source, once, bare, twice = (

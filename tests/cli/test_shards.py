@@ -70,6 +70,7 @@ def test_a_whole_shard_is_not_written_again(
     assert "was started with other options (seed" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("state", ["begun", "cut"])
 def test_a_shard_that_broke_off_is_the_same_in_the_end(
     tiny_pair, source, tmp_path, capsys, state

@@ -158,6 +158,7 @@ def test_nothing_is_compiled_after_the_warm_up(name: str) -> None:
     assert compilations() == before
 
 
+@pytest.mark.full
 def test_what_it_must_hear(target) -> None:
     heads = {
         "moa": {"means", "layer1.0", "layer1.1"},

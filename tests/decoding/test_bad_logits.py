@@ -361,6 +361,7 @@ def test_a_drafter_without_logits_changes_no_text(sound, shape) -> None:
         assert result.lengths.tolist() == [PROMPTS.shape[1] + NEW] * len(PROMPTS)
 
 
+@pytest.mark.full
 def test_the_check_is_no_pass_of_its_own() -> None:
     """Check that the check for bad logits reads the logits no second time.
 

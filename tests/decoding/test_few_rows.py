@@ -92,6 +92,7 @@ def test_the_compiled_loop_is_without_ynnpack_and_writes_the_same_text(eigen_is_
     np.testing.assert_array_equal(texts[True], texts[False])
 
 
+@pytest.mark.full
 def test_plain_decoding_of_one_row_is_compiled_as_ever(eigen_is_faster) -> None:
     target = tiny_target()
     _, state = decoding.start(target, None, PROMPT)

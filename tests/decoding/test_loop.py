@@ -161,6 +161,7 @@ def test_a_row_is_the_same_alone(target, name) -> None:
         assert outputs(alone)[0] == outputs(together)[row]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ENDINGS)
 def test_end_of_sequence_inside_an_accepted_block(target, name) -> None:
     full = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=NEW))
@@ -644,6 +645,7 @@ def test_every_row_may_have_end_tokens_of_its_own(target, name) -> None:
         assert outputs(result)[row][length:] == new[:stop]
 
 
+@pytest.mark.full
 def test_the_targets_own_end_tokens_are_the_default(target) -> None:
     full = outputs(
         specjax.generate(target, None, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=())
@@ -905,6 +907,7 @@ def test_numbers_of_64_bits_change_no_text(kinds) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == texts_of(kinds)
 
 
+@pytest.mark.full
 def test_statistics_agree_with_each_other(target) -> None:
     result = specjax.generate(
         target, drafters()["early exit"], PROMPTS, LENGTHS, max_new_tokens=NEW

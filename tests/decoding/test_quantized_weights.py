@@ -129,6 +129,7 @@ def test_quantized_drafters_draft_much_as_wide_ones() -> None:
     assert lengths["int8"] > 0.97 * lengths["float"] > 1.2
 
 
+@pytest.mark.full
 def test_a_drafter_is_saved_quantized_and_read_back(tmp_path) -> None:
     target = target_of(PLAIN, "int8")
     drafter = specjax.Eagle3.init(target, jax.random.key(1)).quantize("int4")

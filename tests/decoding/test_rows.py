@@ -322,9 +322,8 @@ def test_free_rows_do_nothing() -> None:
     assert not progress.stats.steps.any()
 
 
-@pytest.mark.full_except("16", "17", "18", "32")
+@pytest.mark.full
 @pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK])
-@pytest.mark.represents("prompts that are read in chunks")
 def test_a_prompt_is_read_in_chunks_to_its_last_token_but_one(length) -> None:
     host, text = Host(make("eagle3")), random_text(np.random.default_rng(length), 1, length, 5)
     host.admit(2, text)
@@ -465,6 +464,7 @@ def test_drafts_from_elsewhere_are_verified_in_some_rows_and_others_stay_as_they
     assert [row_of(progress, row) for row in range(4)] == expected
 
 
+@pytest.mark.full
 def test_a_retired_row_reads_and_writes_nothing() -> None:
     rng, host = np.random.default_rng(4), Host(make("eagle3"))
     texts = [random_text(rng, number, 9, 20) for number in range(3)]
@@ -539,6 +539,7 @@ def after_pause(host: Host, text: rows.Text, steps: list[int]) -> list[np.ndarra
     return state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_catching_up_is_absorbing_at_every_step(kind) -> None:
     text = random_text(np.random.default_rng(7), 1, 9, 30)

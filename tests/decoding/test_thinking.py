@@ -87,10 +87,8 @@ def expected(setting: str) -> list[list[int]]:
         pytest.param(
             drafter,
             setting,
-            marks=pytest.mark.represents("thinking budgets under coupled sampling")
-            if (drafter, setting) == ("dynamic tree", "plain")
             # In the full tier each drafter has one setting, and each setting some drafters.
-            else (pytest.mark.full if (i - j) % len(SETTINGS) == 0 else pytest.mark.thorough),
+            marks=pytest.mark.full if (i - j) % len(SETTINGS) == 0 else pytest.mark.thorough,
         )
         for i, drafter in enumerate(DRAFTERS)
         for j, setting in enumerate(SETTINGS)

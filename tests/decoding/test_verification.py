@@ -708,6 +708,7 @@ def test_block_accepts_at_least_as_much_as_rejection(draws: int) -> None:
     assert outcomes["as_chosen"][close].emitted < outcomes["full rejection"][close].emitted - 0.5
 
 
+@pytest.mark.full
 def test_rejection_accepts_at_rate_sum_of_minima() -> None:
     """Check Leviathan et al., Theorem 3.5.
 

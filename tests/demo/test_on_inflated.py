@@ -40,6 +40,7 @@ def test_it_drafts_as_on_the_small_target(reads) -> None:
     assert ours.stats.accepted.sum() > 0
 
 
+@pytest.mark.full
 def test_what_cannot_have_been_inflated_is_refused() -> None:
     small = tiny_target()
     inner = Eagle3.init(small, jax.random.key(0), Chain(3))

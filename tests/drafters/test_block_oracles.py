@@ -95,6 +95,7 @@ def assert_the_same(slow: SlowBlock, text: Text, blocks: Blocks) -> None:
         )
 
 
+@pytest.mark.full
 def test_taps_are_counted_as_ours_are(any_text) -> None:
     """Check that speculators' layer id k is the stream entering layer k, as our tap k is.
 
@@ -141,6 +142,7 @@ def test_dspark(variant, text, tmp_path) -> None:
         assert (blocks.chains != slow.own_ids(likeliest)).any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("anchor_drafts", [False, True])
 def test_dflash2(anchor_drafts, text, tmp_path) -> None:
     needs_speculators()

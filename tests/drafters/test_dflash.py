@@ -75,7 +75,7 @@ def of_anchors(drafter, target, text):
     )
 
 
-@pytest.mark.full_except("causal")
+@pytest.mark.full
 @pytest.mark.parametrize("variant", DFLASH)
 def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_path) -> None:
     needs_speculators()
@@ -90,10 +90,9 @@ def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_pat
     np.testing.assert_array_equal(chains, blocks.chains)
 
 
-@pytest.mark.full_except("no Markov head")
-@pytest.mark.thorough_except("vanilla", "gated")
+@pytest.mark.full
+@pytest.mark.thorough_except("no Markov head", "gated")
 @pytest.mark.parametrize("variant", DSPARK)
-@pytest.mark.represents("DSpark's drafts")
 def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_path) -> None:
     needs_speculators()
     model = make_drafter(

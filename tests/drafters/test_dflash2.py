@@ -87,7 +87,7 @@ ZLAB = {  # fields of config.json, and the options of the slow oracle that they 
 }
 
 
-@pytest.mark.full_except("plain")
+@pytest.mark.full
 @pytest.mark.parametrize("variant", ZLAB)
 def test_z_lab_s_layout_is_read_and_written(variant, text, target, tmp_path) -> None:
     needs_speculators()
@@ -281,6 +281,7 @@ def of_tiny(**options) -> DFlash2:
     return lively(DFlash2.init(tiny_target(), jax.random.key(1), **sizes | options))
 
 
+@pytest.mark.full
 def test_convolutions_begin_as_doing_nothing() -> None:
     target = tiny_target()
     plain, new = (
@@ -431,6 +432,7 @@ def test_coupled_chains_are_drawn_with_the_target_s_numbers() -> None:
     assert len(set(tokens.tolist())) > 1
 
 
+@pytest.mark.full
 def test_a_dynamic_tree_holds_the_best_paths() -> None:
     drafter = of_tiny(draft=specjax.DynamicTree(top_k=3, depth=2, nodes=7))
     draft, _ = proposed(drafter, Sampling(0.0), 1)

@@ -130,6 +130,7 @@ def drafter(**options) -> Eagle3:
     return Eagle3.init(tiny_target(), jax.random.key(0), Chain(3), ids=np.array(IDS), **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", Eagle3.layouts)
 @pytest.mark.parametrize(
     "variant", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}]

@@ -162,7 +162,7 @@ def check_places(parents: np.ndarray, places: np.ndarray, shape) -> None:
     np.testing.assert_array_equal(read // shape.width, depths[places >= 0] - 1)
 
 
-@pytest.mark.full_except("0.0-read_path-gaps", "0.0-read_table-eagle", "1.0-read_table-medusa")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "choices",
     [EAGLE_TREE, MEDUSA_TREE, ((1,), (1, 2), (0,), (1, 2, 0))],
@@ -249,6 +249,7 @@ def draft_with_depth_logits(shape, logits, root, keys, rows, at_every_node=False
     return expand_by_depth(shape, logits, root, rows, keys, active)
 
 
+@pytest.mark.full
 def test_a_dynamic_tree_by_depth_holds_the_best_of_all_paths() -> None:
     """Check that the tree holds the 36 best of all paths of up to 3 tokens.
 
@@ -335,6 +336,7 @@ def test_expand_by_depth_equals_expand_with_the_same_logits_at_every_node_of_a_d
         )
 
 
+@pytest.mark.full
 def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement() -> None:
     """Check the joint distribution of the children of the root and of node 1.
 
@@ -389,6 +391,7 @@ def test_coupled_children_are_those_that_truncation_leaves_and_then_the_next_lik
     np.testing.assert_array_equal(offered.tokens[:, 0], order[:, :count])
 
 
+@pytest.mark.full
 def test_siblings_beyond_what_q_can_give_are_not_drafted() -> None:
     table = np.full((V, V), -np.inf, np.float32)
     table[:, [2, 7]] = 1.0

@@ -443,6 +443,7 @@ def test_blocks_and_staircases_are_drawn_as_asked() -> None:
         assert abs(float(staircase.mean()) - share) < 0.04
 
 
+@pytest.mark.full
 def test_the_staircase_hides_what_lies_before_the_block() -> None:
     """Change a token before the block: a block sees it through the summaries only.
 

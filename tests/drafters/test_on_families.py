@@ -304,6 +304,7 @@ def test_snapkv_keeps_what_the_models_own_attention_chooses(of, name) -> None:
 # --- their layers are plain -----------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_drafters_layer_is_a_plain_one_with_the_rope_of_layers_that_read_the_whole_text(
     of,
 ) -> None:
@@ -324,7 +325,7 @@ def test_a_drafters_layer_is_a_plain_one_with_the_rope_of_layers_that_read_the_w
         assert layer == ModelConfig(num_layers=1, rope=layer.rope, **shared)
 
 
-@pytest.mark.full_except("draft model, chain", "eagle", "moa without lsa", "mtp")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "make", ["eagle3", "eagle", "mtp", "moa without lsa", "draft model, chain"]
 )

@@ -187,9 +187,8 @@ def _windowed(config):
 @pytest.mark.parametrize(
     "variant", [{}, {"norm_before_fc": True, "norm_before_residual": True}, {"fc_norm": True}]
 )
-@pytest.mark.represents("P-EAGLE's drafts")
-@pytest.mark.full_except("variant0-speculators")
-@pytest.mark.thorough_except("variant0-specforge", "variant1-speculators")
+@pytest.mark.full
+@pytest.mark.thorough_except("variant0-speculators", "variant1-specforge")
 def test_it_drafts_as_the_network_written_out(layout, variant, text, target, tmp_path) -> None:
     """Check both layouts without speculators."""
     drafter(target, variant=variant).save_pretrained(tmp_path / "drafter", layout=layout)

@@ -76,6 +76,7 @@ def test_the_state_follows_the_text(target) -> None:
     assert accepted > 0
 
 
+@pytest.mark.full
 def test_the_root_is_the_first_node() -> None:
     assert look_up([7, 8, 7], length=2) == [7, 8, 7]
 

@@ -90,6 +90,7 @@ def check_chain(drafter: Suffix, texts, rows) -> int:
     return total
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", [2, 3])
 def test_a_chain_follows_the_largest_shares(vocab) -> None:
     texts, rows = cases(vocab, vocab)

@@ -187,6 +187,7 @@ def test_likely_tokens_after_every_node_are_stored_and_a_row_that_is_done_keeps_
     assert lists_of(table, 1) == {}
 
 
+@pytest.mark.full
 def test_tokens_that_were_committed_while_it_was_paused_are_stored_as_pairs() -> None:
     drafter, target = TokenRecycling(2, Chain(2)), tiny_target()
     committed = Committed(

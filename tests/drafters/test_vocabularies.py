@@ -71,11 +71,10 @@ def varied() -> Target:
     return tiny_target(vocab_size=200)
 
 
-@pytest.mark.full_except("static-0.8")
-@pytest.mark.thorough_except("chain-0.0", "chain-0.8")
+@pytest.mark.full
+@pytest.mark.thorough_except("static-0.8", "chain-0.0")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", ["chain", "static"])
-@pytest.mark.represents("drafters with another vocabulary")
 def test_every_draft_is_accepted_where_the_text_keeps_to_shared_tokens(
     varied, shape, temperature
 ) -> None:

@@ -60,6 +60,7 @@ def oracle(tokens: list[int], newest: list[int], certain: int) -> tuple[int, int
     return best, points(best)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", [2, 5, 40])
 def test_the_search_equals_the_oracle(vocab) -> None:
     rng, rows, room = np.random.default_rng(vocab), 200, 24

@@ -136,10 +136,7 @@ CASES = [
 ]
 
 
-@pytest.mark.full_except("eagle3-dynamic", "plain-chain")
-@pytest.mark.thorough_except(
-    "draft model-chain", "early exit-sampled", "eagle-static", "mtp-dynamic"
-)
+@pytest.mark.full_except("plain-chain")
 @pytest.mark.parametrize(("method", "shape"), CASES)
 @pytest.mark.represents("the conformance suite")
 def test_every_drafter_with_every_shape(target, method, shape) -> None:

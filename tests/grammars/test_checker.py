@@ -168,6 +168,7 @@ def test_too_many_grammars_are_refused(compiler, monkeypatch) -> None:
             full_checker.check(specjax.Regex("abc"))
 
 
+@pytest.mark.full
 def test_the_process_may_be_killed_in_the_middle_of_a_check(compiler) -> None:
     """Check that the grammar is tried again, others work, and nothing is left running."""
     with GrammarChecker(compiler, GrammarLimits(seconds=1)) as checker:

@@ -60,6 +60,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("grammar", "inside", "outside"),
     [

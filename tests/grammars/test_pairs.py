@@ -53,6 +53,7 @@ def test_the_plan_has_every_pair_of_settings_in_more_than_3000_texts() -> None:
     assert len({sample.grammar for kind in KINDS for sample in random_grammars(kind)}) == 300
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_comparison_finds_each_changed_token(temperature) -> None:
     """Compare a text of the oracle's, the same with another legal token, and one that is cut."""

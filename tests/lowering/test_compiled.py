@@ -153,6 +153,7 @@ def test_rows_that_are_drawn_are_verified_by_the_rule_that_generate_takes(
     assert len(set(rules.values())) > 1
 
 
+@pytest.mark.full
 def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
     step = compile_step(setup_on(mesh), NoDraft(), "plain")
     # The embedding is looked up, and for the likeliest token a CPU exchanges more small arrays than
@@ -302,6 +303,7 @@ def drafting_bytes(drafter, target) -> int:
     return abstract.bytes_of_draft(drafter, target, state, cache)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["early exit", "draft model", "mtp"])
 def test_sparse_layers_that_draft_read_what_a_query_selects(name) -> None:
     """Compare caches of twice the slots: of long rows, only more index keys are read."""

@@ -165,7 +165,7 @@ def test_kernels_find_what_plain_attention_finds(
         np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
-@pytest.mark.full_except("gpu")
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["tpu", "gpu"])
 def test_values_may_be_smaller_than_keys(device, monkeypatch) -> None:
     """The output is then as wide as they are, in plain JAX and in the kernels (MiMo-V2)."""
@@ -269,6 +269,7 @@ def test_pages_are_read_as_one_text(count, window, beside, page, device, monkeyp
         np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", [8, 32])
 def test_what_is_paid_to_each_slot_of_a_page(page) -> None:
     pieces, _, _ = make_pieces(5, 10)
@@ -279,6 +280,7 @@ def test_what_is_paid_to_each_slot_of_a_page(page) -> None:
     assert not np.any(result[..., SLOTS:])
 
 
+@pytest.mark.full
 def test_a_tpu_fetches_no_page_that_a_row_does_not_hold(monkeypatch) -> None:
     """Places of a block beyond a row's pages repeat pages, so that nothing is fetched for them.
 
@@ -450,6 +452,7 @@ def test_scales_lie_on_a_mesh_where_their_numbers_do(page, module) -> None:
     np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
+@pytest.mark.full
 def test_what_is_paid_to_slots_in_8_bits() -> None:
     cached, *uncached = in_8_bits(make_pieces(5, 10)[0])
     floats = jax.tree.map(

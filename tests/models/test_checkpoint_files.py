@@ -100,6 +100,7 @@ DRAFT = once("draft/config.json", "draft/generation_config.json", "draft/model.s
 EAGLE = once("eagle3/config.json", "eagle3/model.safetensors")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("load", "expected"),
     [

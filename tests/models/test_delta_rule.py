@@ -177,6 +177,7 @@ def drawn_by_rows(
     return state[:, heads], DeltaRuleInputs(tokens.q, tokens.k, *of_heads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dk", [ROWS_AT_ONCE + 3, 3 * ROWS_AT_ONCE])
 def test_a_tree_of_rows_that_decay_by_themselves_is_as_each_of_its_paths(dk) -> None:
     """The second width is read in parts of the rows; also below tokens that were drafted before."""
@@ -272,6 +273,7 @@ def test_a_chain_is_as_token_by_token(length) -> None:
         assert near(row_state, states[row, :, count - 1] if count else state[row])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [64, 200])
 def test_rows_count_as_many_of_their_tokens_as_they_are_told(length) -> None:
     counts = np.array([0, 1, 63, length - 1])
@@ -311,6 +313,7 @@ def test_what_does_not_count_leaves_no_trace() -> None:
     np.testing.assert_array_equal(read(state, changed, counts)[2], after)
 
 
+@pytest.mark.full
 def test_a_path_written_in_pieces_is_as_at_once() -> None:
     """Drafts of a text of three chunks follow each other, each from the state before it."""
     state, tokens = drawn(np.random.default_rng(4), 2, 150)
@@ -395,6 +398,7 @@ def test_wrong_readings_are_far_from_the_oracle() -> None:
     assert not near(WRITE(state, node), expected_state, far)
 
 
+@pytest.mark.full
 def test_gradients_are_those_of_the_rule() -> None:
     """Gradients along a direction equal differences of the oracle in float64.
 

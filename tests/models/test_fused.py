@@ -98,6 +98,7 @@ def equal_bits(result: Any, expected: Any) -> None:
         assert np.asarray(result[name]).tobytes() == np.ascontiguousarray(value).tobytes(), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_parts_are_those_of_numpy_and_make_the_same_tensors_again(tmp_path, dtype) -> None:
     save_file(tensors(dtype), tmp_path / WEIGHTS)

@@ -80,6 +80,7 @@ def test_an_entry_has_a_thirtieth_of_a_state() -> None:
     assert 29 < of_state / stored < 30
 
 
+@pytest.mark.full
 def test_what_is_not_accepted_may_be_infinite() -> None:
     rng = np.random.default_rng(0)
     entry = [

@@ -59,6 +59,7 @@ def test_a_pass_takes_no_more_memory_with_a_longer_cache(count) -> None:
     assert long < 4 * B * 4 * count * 64 * BLOCK  # an array of all scores
 
 
+@pytest.mark.full
 def test_reading_a_long_prompt_takes_no_more_memory_than_a_short_one() -> None:
     def prefill_bytes(width: int) -> int:
         shapes = jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -49,6 +49,7 @@ def test_a_part_computes_what_the_whole_computes_and_is_read_back_to_the_bit(
     assert jax.tree.structure(read) == jax.tree.structure(part) and jax.tree.all(is_equal)
 
 
+@pytest.mark.full
 def test_layers_of_several_kinds_keep_their_numbers() -> None:
     for changes in LAYERED.values():
         target = tiny_target(**changes)
@@ -227,6 +228,7 @@ def test_a_damaged_part_is_refused(fields, tmp_path) -> None:
 # --- fingerprints ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_a_fingerprint_is_of_the_checkpoint_and_not_of_how_it_was_loaded(changes, tmp_path) -> None:
     tiny_target(num_layers=2, **changes).save_pretrained(tmp_path, dtype=np.float32)

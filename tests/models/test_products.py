@@ -157,6 +157,7 @@ def test_floats_do_not_give_the_same_bits() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("bits", "bound"), [(8, 2e-2), (16, 1e-4)])
 def test_two_limbs_round_hardly_anything(bits: int, bound: float) -> None:
     weight, x = matrix(Form("int8", activations=bits), 512, 256), states(4, 512)

@@ -114,6 +114,7 @@ def test_copies_are_attended_to_as_masked_slots_are(kind, queries) -> None:
     np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
+@pytest.mark.full
 def test_many_copies_are_made_for_some_queries_at_a_time() -> None:
     """The last group of queries is not full."""
     topk, queries = 301, 61
@@ -179,6 +180,7 @@ def test_a_row_is_read_in_a_way_of_its_own(row, counts, long, reach) -> None:
     np.testing.assert_array_equal(outputs[2], outputs[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("reach", "is_whole"), [(599, False), (700, True)])
 def test_long_rows_beside_long_rows_are_never_read_as_a_whole(reach, is_whole) -> None:
     """Entries that no query has selected are NaN, and a weight of 0 does not remove NaN."""

@@ -188,6 +188,7 @@ def test_taps_are_what_enters_a_layer() -> None:
     np.testing.assert_array_equal(output.taps[:, :, 1], shorter.taps[:, :, 0])
 
 
+@pytest.mark.full
 def test_a_mask_decides_what_tokens_of_a_call_see() -> None:
     """Two branches below one root, side by side, equal each branch alone."""
     target = tiny_target()

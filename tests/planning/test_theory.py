@@ -344,6 +344,7 @@ def test_tree_tokens_of_a_chain_is_the_closed_form() -> None:
     )
 
 
+@pytest.mark.full
 def test_tree_tokens_is_what_a_simulation_emits() -> None:
     rng, tree = np.random.default_rng(0), ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
     emitted = 0

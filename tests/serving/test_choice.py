@@ -264,6 +264,7 @@ def best_rate(chances: Sequence[float], width: int) -> float:
     return width * max(rates)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [1, 4, 16, 64])
 @pytest.mark.parametrize("seed", range(4))
 def test_it_is_as_fast_as_the_best_draft_at_every_load(width, seed) -> None:

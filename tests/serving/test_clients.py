@@ -371,7 +371,7 @@ def test_a_text_is_the_one_of_submit(plain, target, settings) -> None:
     assert client.told == [{}] * len(client.told)
 
 
-@pytest.mark.represents("drafts of clients")
+@pytest.mark.full
 def test_a_right_draft_is_accepted_to_its_end(plain, target) -> None:
     request = Request(PROMPT, 16, WARM)
     right, client = expected(target, request), Client(plain, request).ready()

@@ -1068,6 +1068,7 @@ FAULTS_OF_ONE_TEXT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS_OF_ONE_TEXT)
 def test_a_text_whose_own_state_is_broken_ends_alone(target, plain, monkeypatch, fault) -> None:
     with plain._loop.wake:

@@ -83,13 +83,10 @@ def expected(target: Any, prompt: list[int], grammar: Any, seed: int, setting: A
 @pytest.mark.parametrize(
     ("kinds", "drafter", "model"),
     [
-        pytest.param(
-            *("free", "chain", "plain"),
-            marks=pytest.mark.represents("texts that leave their grammar in a free call"),
-        ),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
+                ("free", "chain", "plain"),
                 ("chosen", "dynamic tree", "plain"),
                 ("free", "chain", "hybrid"),
             )

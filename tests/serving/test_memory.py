@@ -60,14 +60,7 @@ def test_pages_and_rows_take_what_is_said(kind: str, is_hybrid: bool) -> None:
     assert (row > page) == (is_hybrid or kind in ("ring", "hybrid"))
 
 
-@pytest.mark.full_except(
-    "2000-lookup-False",
-    "2000-model-False",
-    "2000-none-False",
-    "5-hybrid-False",
-    "5-none-True",
-    "5-ring-False",
-)
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "is_hybrid"), KINDS)
 @pytest.mark.parametrize("pages", [5, 2000])
 def test_an_engine_takes_the_memory_that_it_is_given(

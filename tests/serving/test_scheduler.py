@@ -1663,6 +1663,7 @@ def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
     assert min(events[name] for name in names) > 80
 
 
+@pytest.mark.full
 def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
     events = run_schedules(range(400), SimulationWithClients)
     names = ("done", "cancelled", "shared", "preempted", "reread", "dropped")

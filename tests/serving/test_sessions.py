@@ -873,6 +873,7 @@ def play(seed: int, badness: float) -> tuple[list[int], list[int], World]:
     return client.text, whole(prompt, client.limit), world
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("badness", [0.0, 0.1, 0.4])
 def test_texts_over_a_bad_link_are_the_targets_own(badness: float):
     resumes = 0

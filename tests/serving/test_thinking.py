@@ -88,14 +88,10 @@ def outputs(served: Engine) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("drafter", "kinds"),
     [
-        pytest.param(
-            "chain",
-            "chosen",
-            marks=pytest.mark.represents("thinking budgets in the engine, after preemptions"),
-        ),
         *(
             pytest.param(drafter, kinds, marks=pytest.mark.full)
             for drafter, kinds in (
+                ("chain", "chosen"),
                 ("chain", "masked"),
                 ("dynamic tree", "free"),
             )

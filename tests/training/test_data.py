@@ -15,6 +15,7 @@ from tests.conftest import ASSETS
 from tests.training.packing import pack
 
 
+@pytest.mark.full
 def test_the_standard_library_is_found_without_tests_and_tables() -> None:
     names = {"/".join(file.parts) for file in documents.find_files("stdlib")}
     assert any(name.endswith("/json/decoder.py") for name in names)

@@ -96,7 +96,7 @@ def test_every_place_drafts_as_the_assistant_does(target) -> None:
     assert compared == (3 * 4 + 2 + 1) + (3 + 2 + 1)
 
 
-@pytest.mark.full_except("windows")
+@pytest.mark.full
 def test_the_target_s_distribution_is_learnt_at_every_step(target) -> None:
     student = strong(target)
     loss, metrics = jax.jit(Gemma4AssistantTraining(target="here", steps=STEPS).objective)(

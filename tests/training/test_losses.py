@@ -146,6 +146,7 @@ def test_gradients_are_those_of_finite_differences(loss) -> None:
         )
 
 
+@pytest.mark.full
 def test_where_the_drafter_is_right_nothing_moves_and_where_it_is_far_off_it_still_learns() -> None:
     log_p = jax.nn.log_softmax(SHARP_TARGET)
     gradient = jax.grad(lambda x: jnp.sum(losses.log_acceptance(log_p, x)))

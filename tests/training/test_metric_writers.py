@@ -141,6 +141,7 @@ def test_a_run_that_continues_continues_its_run_of_wandb(
     assert second.records[0]["loss"] == interrupted["loss"]
 
 
+@pytest.mark.full
 def test_none_writes_lines_alone_and_the_service_may_change(source, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setitem(sys.modules, "wandb", None)

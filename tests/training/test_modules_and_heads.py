@@ -57,7 +57,7 @@ def test_each_head_learns_the_token_that_far_ahead(labels) -> None:
     )
 
 
-@pytest.mark.full_except("target-3-0")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("labels", "modules", "steps"), [("text", 3, 0), ("target", 3, 0), ("target", 2, 3)]
 )
@@ -92,6 +92,7 @@ def test_a_later_module_teaches_the_ones_before_it() -> None:
     assert all(np.abs(module["fc"]).max() > 0 for module in (first, last))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method", [Lm(), MedusaTraining(target="here", heads=2), MTPTraining(target="here", modules=2)]
 )

@@ -74,6 +74,7 @@ def test_a_run_ends_at_the_step_whose_loss_or_gradients_are_nan(source, tmp_path
     assert max(line["step"] for line in metrics_of(tmp_path / "run")) == BAD - 1
 
 
+@pytest.mark.full
 def test_weights_that_are_not_finite_are_never_saved(source, tmp_path, monkeypatch, capsys) -> None:
     """Check an update that overflows although its gradients are finite, by the command line."""
 
@@ -95,6 +96,7 @@ def test_weights_that_are_not_finite_are_never_saved(source, tmp_path, monkeypat
     assert_finite_until(tmp_path / "run", last=2)
 
 
+@pytest.mark.full
 def test_a_held_out_figure_that_is_not_finite_ends_the_run(source, tmp_path, monkeypatch) -> None:
     figures = iter([{"loss": 3.0}, {"loss": float("nan")}])
     monkeypatch.setattr(loop, "evaluate", lambda *_, **__: next(figures))

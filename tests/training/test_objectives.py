@@ -47,6 +47,7 @@ def test_documents_see_themselves_alone_and_know_their_places() -> None:
             assert place[row, t] == len(document) - 1
 
 
+@pytest.mark.full
 def test_what_goes_ahead_comes_back_behind() -> None:
     numbers = jnp.arange(20.0).reshape(2, 10, 1)
     np.testing.assert_array_equal(ahead(numbers, 3)[:, :7, 0], numbers[:, 3:, 0])

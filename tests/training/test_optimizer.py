@@ -26,6 +26,7 @@ def test_decay_touches_matrices_only(method) -> None:
     assert np.all(updates["layers"][0]["mlp_conv_base"] == 0)
 
 
+@pytest.mark.full
 def test_the_learning_rates_are_those_of_the_updates() -> None:
     """AdamW moves a parameter with a constant gradient by exactly the learning rate."""
     config = OptimizerConfig(learning_rate=0.3, warmup_steps=3, weight_decay=0.0, clip=1e9)

@@ -83,10 +83,9 @@ def learnt(batch, sizes) -> dict[int, list[int]]:
     }
 
 
-@pytest.mark.full_except("windows")
-@pytest.mark.thorough_except("plain", "own vocabulary")
+@pytest.mark.full
+@pytest.mark.thorough_except("plain", "windows")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.represents("P-EAGLE's training")
 def test_every_place_drafts_as_the_drafter_does(kind) -> None:
     """Check all places at depth 0, and some in another order at the other depths."""
     student = strong(**KINDS[kind])

@@ -5,6 +5,7 @@ from specjax.training import documents
 from specjax.training.tokenizer import END_OF_TEXT, read_tokenizer, train_tokenizer
 
 
+@pytest.mark.full
 def test_the_tokenizer_gives_any_text_back() -> None:
     texts = [document.text for document in documents.read_documents("stdlib")[:40]]
     tokenizer = train_tokenizer(texts, 500)

@@ -89,6 +89,7 @@ def test_logits_are_those_of_transformers(zoo_model, name, seed) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1])
 def test_of_gemma_4_e2b_no_more_digits_are_lost_than_by_transformers(zoo_model, seed) -> None:
     """Ours is as near to transformers in float64 as transformers in float32, on average."""
@@ -137,6 +138,7 @@ NESTED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [zoo.case(name, name.split(" of ")[0]) for name in NESTED])
 def test_the_text_part_of_a_model_that_sees_is_read_alone(zoo_model, name, tmp_path) -> None:
     model_type, prefix, head_prefix = NESTED[name]
@@ -174,6 +176,7 @@ def test_a_text_model_of_another_type_within_is_refused(zoo_model, tmp_path) -> 
         config_json.parse_config({"model_type": "mistral3", "text_config": inner})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("prefix", "head_prefix"),
     [("model.language_model.", ""), ("language_model.model.", "language_model.")],

@@ -326,6 +326,7 @@ def with_single_experts(tensors):
     return single
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
 @pytest.mark.parametrize("stored", [with_fused_experts, with_single_experts])
 def test_experts_are_read_one_by_one_and_as_one_tensor(zoo_model, name, stored, tmp_path) -> None:

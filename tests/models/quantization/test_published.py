@@ -148,6 +148,7 @@ def test_nvfp4_has_the_weights_that_the_library_reads(tmp_path, inputs) -> None:
         np.testing.assert_array_equal(weights, library)
 
 
+@pytest.mark.full
 def test_groups_of_inputs_that_are_no_neighbours(tmp_path) -> None:
     """The library wrote ``weight_g_idx`` until 2026, and orders the numbers itself today.
 
@@ -186,6 +187,7 @@ def test_groups_of_inputs_that_are_no_neighbours(tmp_path) -> None:
     assert forms_of(read(tmp_path)) == dict.fromkeys(MATRICES, Form("int4", 64, has_zeros=True))
 
 
+@pytest.mark.full
 def test_a_matrix_whose_last_word_is_not_full_and_one_whose_blocks_are_not(tmp_path) -> None:
     # The inputs of `down` fill 38 words and a half, and two blocks and a half.
     sizes = {"intermediate_size": 308}
@@ -211,6 +213,7 @@ def test_blocks_that_are_not_full_stay_floats_beside_others_that_are_kept(
     assert forms_of(read(tmp_path)) == dict.fromkeys(MATRICES[:-1], Form("fp8", 128))
 
 
+@pytest.mark.full
 def test_away_from_a_cpu_4_bits_are_4_bits(tmp_path, monkeypatch) -> None:
     write(tmp_path, [scheme(4, "group", group_size=64, symmetric=False)])
     on_cpu = read(tmp_path)

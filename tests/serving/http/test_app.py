@@ -805,6 +805,7 @@ def test_more_tokens_than_fit_are_as_many_as_fit() -> None:
 BODIES = json.loads((Path(__file__).parent / "client_bodies.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", BODIES, ids=[case["client"] for case in BODIES])
 def test_what_real_clients_send_is_answered(case: dict[str, Any]) -> None:
     """Check bodies that are recorded, derived from a client's source, or written down.

@@ -50,6 +50,7 @@ FULL = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "fields",
@@ -162,6 +163,7 @@ def check_histories(path: str, histories: list[tuple[str, ...]], text: str) -> i
     return count
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", INTERFACES)
 def test_a_contradictory_history_is_answered_or_refused(path: str) -> None:
     for text in ("Hello", CALL):

@@ -218,6 +218,7 @@ def without_ids(value: Any) -> Any:
     return [*map(without_ids, value)] if isinstance(value, list) else value
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("limit", [1000, 40])
 def test_whole_messages_and_streams_are_the_same(name: str, limit: int) -> None:

@@ -790,6 +790,7 @@ def mutated(rng: random.Random) -> bytes:
     return bytes(raw)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_a_body_is_it_is_taken_or_refused(seed: int) -> None:
     rng, accepted = random.Random(seed), 0

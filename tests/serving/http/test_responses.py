@@ -217,6 +217,7 @@ def check_order(events: list[dict[str, Any]]) -> None:
     assert not is_open
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("limit", [1000, 40])
 def test_whole_responses_and_streams_are_the_same(name: str, limit: int) -> None:
