@@ -170,10 +170,10 @@ def test_a_tensor_of_several_parameters_is_named_and_counted_once() -> None:
     assert quantization["ignore"] == ["backbone.layers.0.mixer.conv1d"]
     # Three parts of one matrix are no more than two matrices.
     parts = [Param((256, 256), (None, None), "qkv.weight", is_product=True)] * 3
-    others = [
+    apart = [
         Param((256, 256), (None, None), f"{name}.weight", is_product=True) for name in ("up", "o")
     ]
-    forms = [(Form("int8"), parts), (Form("int4"), others)]
+    forms = [(Form("int8"), parts), (Form("int4"), apart)]
     declared = [form.declare(param) for form, params in forms for param in params]
     quantization = saved.format_config(declared)
     assert quantization is not None
