@@ -80,19 +80,19 @@ pytest_plugins = ["pytester", "tests.buckets", "tests.costs", "tests.tiers"]
 # for garbage takes 5% of the time.
 gc.set_threshold(50_000, 20, 10)
 
-# JAX makes a context of MLIR for each program that it lowers. That takes 8 ms, a quarter of what a
-# single operation takes. Here the programs of a thread have one until they are freed.
+# JAX 0.10 makes a context of MLIR for each program that it lowers. That takes 8 ms, a quarter of
+# what a single operation takes. Here, as in JAX 0.12, all programs of a thread have the same one.
 _make_context = getattr(mlir, "make_ir_context", None)
 _contexts = threading.local()
 
 
-def _context_of_thread():
+def _context_of_thread() -> Any:
     if not hasattr(_contexts, "context"):
         _contexts.context = _make_context()
     return _contexts.context
 
 
-if _make_context is not None:  # a private function, which a newer JAX may not have
+if version("jaxlib").startswith("0.10.") and _make_context is not None:
     mlir.make_ir_context = _context_of_thread
 
 _compilations: list[str] = []
