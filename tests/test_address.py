@@ -207,6 +207,7 @@ def test_without_an_address_links_stay_as_they_are(copy) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("github.com/a/b", "https://github.com/someone/specjax.git")
 @pytest.mark.parametrize(
     "address", ["github.com/a/b", f"{ADDRESS}.git", f"{ADDRESS}/", "https://github.com/specjax"]
 )

@@ -276,6 +276,7 @@ def test_a_part_is_refused_as_a_target_and_as_a_draft_model(served, tmp_path, ca
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("int8", "w8a8")
 @pytest.mark.parametrize("weights", ["int8", "w8a8", "int4", "fp8"])
 def test_a_model_is_written_with_quantized_weights(tmp_path, capsys, weights) -> None:
     save_tiny(tmp_path / "model")

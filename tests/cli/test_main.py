@@ -529,7 +529,7 @@ def test_auto_takes_what_the_comparison_finds_fastest(monkeypatch, capsys, tiny_
         assert statistics["drafted"] == (0 if draft is None else 2 * statistics["steps"])
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_plan_measures_this_machine(tmp_path, capsys, tiny_pair) -> None:
     prompts, picture = tmp_path / "prompts.txt", tmp_path / "plan.png"
     prompts.write_text("def main():\nimport os\n")

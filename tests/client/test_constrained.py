@@ -203,7 +203,7 @@ def constrained(seed: int) -> ExchangeRequest:
     return replace(request, params=replace(request.params, grammar=grammar, eos_token_ids=ends))
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_what_is_committed_is_the_servers_text_whatever_goes_wrong(served) -> None:
     """Check texts whose client is killed, and whose connection and server fail."""
     target, drafter = models()

@@ -59,6 +59,7 @@ MORE = [
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("moa-shape0")
 @pytest.mark.parametrize(
     ("name", "shape"),
     [*BESIDE, *(pytest.param(*case, marks=pytest.mark.thorough) for case in MORE)],

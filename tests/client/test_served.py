@@ -124,6 +124,7 @@ def served(tmp_path_factory) -> Iterator[Served]:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("greedy")
 @pytest.mark.parametrize("parameters", [{}, DRAWN], ids=["greedy", "drawn"])
 def test_the_command_writes_the_servers_text(parameters, served: Served, capsys) -> None:
     options = [word for name, value in parameters.items() for word in (f"--{name}", str(value))]
@@ -311,7 +312,7 @@ def test_who_has_no_key_gets_nothing(served: Served) -> None:
             served.client(key=key).generate(PROMPT, max_new_tokens=4)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_nobody_goes_on_with_the_text_of_another_key(served: Served) -> None:
     mine, foreign = connected(served, KEYS[0]), connected(served, KEYS[1])
     exchange = Exchange(

@@ -71,7 +71,7 @@ def right(target) -> list[list[int]]:
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("none", "EAGLE-3 of few tokens")
+@pytest.mark.thorough_except("EAGLE-3 of few tokens")
 @pytest.mark.parametrize(
     "name",
     [

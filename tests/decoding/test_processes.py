@@ -9,7 +9,7 @@ from tests.decoding import two_processes
 from tests.processes import processes, wait
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize("look", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_two_processes_find_what_one_does(tmp_path, look) -> None:
     """Check that both processes have the tokens, streams and statistics of a single one.

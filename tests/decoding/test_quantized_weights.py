@@ -115,7 +115,7 @@ def test_quantized_drafters_pass_conformance(name: str) -> None:
     specjax.conformance.check(target, drafter, come_and_go=name == "eagle3")
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_quantized_drafters_draft_much_as_wide_ones() -> None:
     target = specjax.Target.from_pretrained("embedded")
     prompts = np.random.default_rng(1).integers(0, 3000, size=(8, 12))

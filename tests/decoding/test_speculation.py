@@ -33,7 +33,7 @@ def several() -> Together:
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("draft model", "prompt lookup", "token recycling")
+@pytest.mark.thorough_except("draft model")
 @pytest.mark.parametrize("name", [*NAMES, "together"])
 def test_every_row_has_its_own_text_and_its_own_limit(target, name) -> None:
     drafter = several() if name == "together" else drafters()[name]

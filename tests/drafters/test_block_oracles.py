@@ -109,7 +109,7 @@ def test_taps_are_counted_as_ours_are(any_text) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("qwen3-full vocabulary", "qwen3-anchor drafts", "llama-own vocabulary")
+@pytest.mark.thorough_except("qwen3-full vocabulary")
 @pytest.mark.parametrize("variant", DFLASH)
 def test_dflash(variant, any_text, tmp_path) -> None:
     needs_speculators()

@@ -91,7 +91,7 @@ def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_pat
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("no Markov head", "gated")
+@pytest.mark.thorough_except("gated")
 @pytest.mark.parametrize("variant", DSPARK)
 def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_path) -> None:
     needs_speculators()
@@ -557,7 +557,7 @@ def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) 
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("dflash", "jetspec")
+@pytest.mark.thorough_except("dflash")
 @pytest.mark.parametrize("which", RINGED)
 def test_a_small_cache_that_holds_the_text_changes_nothing(which, features) -> None:
     target, drafter = tiny_target(), with_more_weight(RINGED[which]())

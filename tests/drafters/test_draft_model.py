@@ -80,6 +80,7 @@ class OnlyAppends(DraftModel):
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("the target itself-DraftModel", "like the target-OnlyAppends")
 @pytest.mark.parametrize("kind", [DraftModel, OnlyAppends])
 @pytest.mark.parametrize("model", ["the target itself", "like the target"])
 def test_steps_with_drafts_of_its_own_and_without_mix(target, model, kind) -> None:

@@ -167,6 +167,7 @@ VARIANTS = ("eagle3.1", "mtp, deepseek", "eagle3 with a window")
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("eagle", "eagle3")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in VARIANTS)) for n in DRAFTERS]
 )
@@ -256,7 +257,7 @@ def test_a_long_prompt_is_absorbed_in_parts_and_a_mesh_changes_nothing(name, mon
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("eagle", "eagle3")
+@pytest.mark.thorough_except("eagle")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_unrolled_steps_are_what_the_drafter_infers(name) -> None:
     """Check every step at every position of a window with two documents.

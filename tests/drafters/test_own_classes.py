@@ -240,6 +240,7 @@ BROKEN = {
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("Undecorated", "WithoutRows", "RowsLast")
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_a_drafter_that_breaks_a_rule_is_told_the_rule_and_the_page(kind) -> None:
     with pytest.raises(

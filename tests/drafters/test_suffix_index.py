@@ -198,6 +198,7 @@ def test_an_index_with_inserted_texts_is_that_of_all_texts(vocab, monkeypatch) -
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("1", "2")
 @pytest.mark.parametrize("vocab", [1, 2, 3, 30, 2**31 - 1])
 def test_thousands_of_insertions(vocab, monkeypatch) -> None:
     monkeypatch.setattr(suffix_index, "MOST_INSERTED", 1.0)  # nothing is sorted anew

@@ -45,6 +45,7 @@ def test_nothing_but_the_path_is_given_by_position(tmp_path, kind) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("dflash2", "dflash", "dspark", "eagle-lsa", "gemma4-assistant")
 @pytest.mark.parametrize("name", TRAINED)
 def test_it_is_loaded_with_its_own_draft_or_with_the_one_asked_for(tmp_path, name) -> None:
     drafter = TRAINED[name].init(tiny_target(), jax.random.key(0))

@@ -220,6 +220,7 @@ def test_layers_of_a_target_may_differ(which, method) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("draft model", "early exit")
 @pytest.mark.parametrize("method", ["draft model", "early exit", "eagle3", "snapkv"])
 def test_greedy_text_over_layers_that_differ_and_share(method) -> None:
     target = tiny_target(**LAYERED["sharing"])
@@ -440,9 +441,7 @@ class ForgetsItsNeighbours(DraftModel):
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except(
-    "ForgetsTheRoot-node 0 must be the root", "ChildrenFirst-parents must come before"
-)
+@pytest.mark.thorough_except("ForgetsTheRoot-node 0 must be the root")
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -89,7 +89,7 @@ def test_every_text_is_the_oracles(number) -> None:
         assert all(it["slack"] <= result["rounding"] for it in row["deviations"]), row
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_masks_of_a_wrong_position_are_found(monkeypatch) -> None:
     write_masks = Matcher.write_masks
 

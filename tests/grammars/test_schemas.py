@@ -108,7 +108,7 @@ def test_every_random_text_is_valid(name, whitespace) -> None:
         assert is_valid(schema, text), text
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_every_text_of_a_model_is_valid() -> None:
     """Generate with the embedded model for all supported schemas at once."""
     generate, names = specjax.load("embedded"), supported()

@@ -168,6 +168,7 @@ def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("1-1")
 @pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 2)])
 def test_of_a_hybrid_states_and_the_entries_of_drafts_are_counted(data, model) -> None:
     """Compare the counted bytes with those of the arrays on one device.
@@ -215,6 +216,7 @@ def test_a_copy_of_a_state_is_named(monkeypatch) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("none")
 @pytest.mark.parametrize("drafter", ["none", "eagle3"])
 def test_a_step_with_caches_in_pages_is_given_as_much(drafter) -> None:
     """Compare the arguments with those of contiguous caches: the only addition is a table.
@@ -238,6 +240,7 @@ def test_a_step_with_caches_in_pages_is_given_as_much(drafter) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("plain")
 @pytest.mark.parametrize(
     ("page", "drafter"),
     [(None, NoDraft()), (64, PromptLookup(draft=Chain(3)))],
@@ -459,7 +462,7 @@ def test_a_step_of_training(capsys, monkeypatch, directory) -> None:
     assert "A run takes at most" in out
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_quantized_target_of_a_training_is_smaller(capsys, monkeypatch, tmp_path) -> None:
     """Compare a target with the same one in 8 bits, and the peak with both programs."""
     target = Target.init(CONFIG, jax.random.key(0))

@@ -115,9 +115,7 @@ KERNELS = {  # with settings for small sizes
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except(
-    "1-10-nothing-tpu", "5-10-scratch and own-gpu, splits", "60-None-scratch and own-gpu"
-)
+@pytest.mark.thorough_except("1-10-nothing-tpu")
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize(
     ("count", "window", "beside"),
@@ -386,10 +384,7 @@ def in_8_bits(pieces) -> list:
 
 @pytest.mark.full
 @pytest.mark.thorough_except(
-    "1-None-nothing-4-None-None-plain",
-    "5-10-scratch and own-2-16-2.0-tpu",
-    "60-10-scratch and own-3-None-None-gpu, splits",
-    "5-33-each its own-3-8-None-gpu",
+    "1-None-nothing-4-None-None-plain", "5-10-scratch and own-2-16-2.0-tpu"
 )
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 @pytest.mark.parametrize(

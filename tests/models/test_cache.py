@@ -124,6 +124,7 @@ def ring(slots: int = 6, first: int = 2) -> RingCache:
 
 
 @pytest.mark.full_except("parts0", "parts2")
+@pytest.mark.thorough_except("parts1")
 @pytest.mark.parametrize(
     "parts", [[(1, 1, 1)] * 17, [(3, 1, 2)] * 9, [(17, 5, 0)], [(11, 2, 9), (12, 3, 12)]]
 )

@@ -46,6 +46,7 @@ def quantized_up_to(target: Target, quantized: Target, layer: int) -> Target:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("False")
 @pytest.mark.parametrize("bias", [False, True])
 def test_each_layer_sees_what_the_quantized_ones_before_it_hand_on(monkeypatch, bias) -> None:
     target = tiny_target(hidden_size=32, intermediate_size=48, qkv_bias=bias, tie_embeddings=bias)
@@ -84,7 +85,7 @@ OFTEN = ("hybrid", "beside attention", "sharing", "qwen3_moe")
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("hybrid", "beside attention")
+@pytest.mark.thorough_except("hybrid")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in MODELS],
@@ -205,7 +206,7 @@ def test_a_trained_model_loses_less_on_text_that_it_was_not_calibrated_on(weight
     assert float(divergence(calibrated)) < float(divergence(target.quantize(weights)))
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_window_may_be_longer_than_a_pass() -> None:
     target = tiny_target(max_positions=8192)
     tokens = np.resize(np.arange(11), (1, 5000))

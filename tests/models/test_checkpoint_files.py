@@ -101,6 +101,7 @@ EAGLE = once("eagle3/config.json", "eagle3/model.safetensors")
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("pair", "named", "draft model", "quantized")
 @pytest.mark.parametrize(
     ("load", "expected"),
     [

@@ -84,7 +84,7 @@ def test_on_two_devices_the_text_is_the_same(name, tmp_path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("mamba2", "short convolution")
+@pytest.mark.thorough_except("mamba2")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_shared_prefix_brings_its_state(name) -> None:
     """A second request goes on from the state at the end of a page, and has the text of its own."""

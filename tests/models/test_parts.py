@@ -229,6 +229,7 @@ def test_a_damaged_part_is_refused(fields, tmp_path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("llama", "tied")
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_a_fingerprint_is_of_the_checkpoint_and_not_of_how_it_was_loaded(changes, tmp_path) -> None:
     tiny_target(num_layers=2, **changes).save_pretrained(tmp_path, dtype=np.float32)

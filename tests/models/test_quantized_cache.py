@@ -144,7 +144,7 @@ def farthest(target: Target, paged: bool = False) -> float:
 
 
 @pytest.mark.full_except("caps-False")
-@pytest.mark.thorough_except("plain-True", "sinks-False")
+@pytest.mark.thorough_except("plain-True")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.represents("the cache in 8 bits")
@@ -165,6 +165,7 @@ def sees_its_own_tokens_unrounded(
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("plain")
 @pytest.mark.parametrize("kind", ["plain", "latents"])
 def test_who_sees_its_own_tokens_unrounded_is_found(kind, monkeypatch) -> None:
     # Kernels do not take entries of floats beside quantized ones.

@@ -59,6 +59,7 @@ THOROUGH = {"plain", "early exit", "dynamic tree"}
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("lookup")
 @pytest.mark.parametrize(
     "name",
     [

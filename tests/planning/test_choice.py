@@ -114,7 +114,7 @@ def test_two_dynamic_trees_are_tried_as_deep_as_chains_survive() -> None:
     assert choice._dynamic_trees((0.9,), vocab=11) == []  # with one level a static tree does
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.thorough_except("1.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_a_dynamic_tree_emits_is_what_the_engine_emits_with_it(temperature) -> None:
@@ -151,7 +151,7 @@ def test_a_rule_of_chains_is_asked_about_chains_alone() -> None:
     ) == (1, (), {}, {})
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("temperature", "rule", "tolerance"),
     [

@@ -30,6 +30,7 @@ def test_a_perfect_drafter_is_shown_as_accepted_to_the_end(target) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("static")
 @pytest.mark.parametrize(
     "draft",
     [StaticTree(((0,), (1,), (0, 0))), DynamicTree(top_k=3, depth=3, nodes=9)],

@@ -1069,6 +1069,12 @@ FAULTS_OF_ONE_TEXT = {
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "before it has a row",
+    "while it is read",
+    "nobody has asked for it",
+    "nobody has asked for it, and it runs",
+)
 @pytest.mark.parametrize("fault", FAULTS_OF_ONE_TEXT)
 def test_a_text_whose_own_state_is_broken_ends_alone(target, plain, monkeypatch, fault) -> None:
     with plain._loop.wake:

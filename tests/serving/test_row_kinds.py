@@ -244,6 +244,7 @@ def check_sums(served: Engine, steps: int | None = None) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("chain-None", "dynamic tree-3")
 @pytest.mark.parametrize(
     ("drafter", "budget"),
     [("chain", None), ("chain", 3), ("dynamic tree", 3), ("prompt lookup", None), ("none", None)],

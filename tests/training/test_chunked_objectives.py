@@ -122,7 +122,7 @@ def loss_and_gradients(method, student, bound: int, monkeypatch) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("lm", "distill", "lm+mtp", "eagle1", "hass", "eagle3")
+@pytest.mark.thorough_except("lm", "distill", "lm+mtp")
 @pytest.mark.parametrize("name", METHODS)
 def test_chunks_have_the_loss_and_gradients_of_all_positions_at_once(name, monkeypatch) -> None:
     method = METHODS[name]

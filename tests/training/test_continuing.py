@@ -77,6 +77,7 @@ CHANGES = {
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("how often and for whom", "accumulate")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_run_continues_with_another_execution(
     source, unbroken, tmp_path, monkeypatch, name

@@ -171,7 +171,7 @@ def check_equal(metrics, expected) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("lm", "distill", "eagle1", "eagle1 with lsa")
+@pytest.mark.thorough_except("lm", "distill")
 @pytest.mark.parametrize("name", METHODS)
 def test_metrics_are_those_of_whole_logits_however_much_is_read_at_once(name, monkeypatch) -> None:
     """Check all rows with all positions, and 2 of 5 rows, the last filled up, 4 positions each."""

@@ -80,7 +80,7 @@ def places():
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("full", "windows")
+@pytest.mark.thorough_except("full")
 def test_every_place_drafts_as_the_assistant_does(target) -> None:
     student = strong(target)
     output, entries = score(target, BATCH)

@@ -127,7 +127,7 @@ def test_documents_start_at_position_0_and_have_the_entries_that_they_have_alone
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("lm", "lm with remat", "distill", "lm+mtp", "eagle1")
+@pytest.mark.thorough_except("lm", "lm with remat")
 @pytest.mark.parametrize("name", METHODS)
 def test_the_loss_of_a_window_is_the_sum_of_its_documents(name) -> None:
     method = METHODS[name]

@@ -204,7 +204,7 @@ def read(directory: Path, **options: Any) -> Target:
 
 
 @pytest.mark.full_except("Nemotron 3.5 W4A16")
-@pytest.mark.thorough_except("Nemotron 3 Nano FP8", "Nemotron 3 Super NVFP4")
+@pytest.mark.thorough_except("Nemotron 3 Nano FP8")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_hybrid_has_the_weights_that_its_numbers_mean(name, tmp_path, monkeypatch) -> None:
     publish(name, tmp_path, in_config=name not in ONLY_IN_OWN_FILE)

@@ -216,6 +216,7 @@ def test_what_has_no_name_there_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("int8")
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_model_becomes_quantized_within_the_memory_of_a_layer(tmp_path, weights) -> None:
     """Quantizing takes less memory of numpy than two layers in floats.

@@ -806,6 +806,30 @@ BODIES = json.loads((Path(__file__).parent / "client_bodies.json").read_text())
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "guidellm 0.8.1, completions",
+    "guidellm, older, completions",
+    "guidellm 0.8.1, chats",
+    "guidellm 0.8.1, chats, not streamed",
+    "Continue, chat",
+    "Continue, agent, its turn after a tool",
+    "Continue, autocompletion",
+    "Cline",
+    "LiteLLM",
+    "LiteLLM, an answer sent back",
+    "LangChain",
+    "LangChain, a stream",
+    "LangChain, completions",
+    "VS Code, chat",
+    "VS Code, after a tool",
+    "OpenAI's Python client, an answer sent back",
+    "openai 3.57.0, a developer's message",
+    "openai 3.57.0, an answer sent back, a stream",
+    "langchain-openai 1.7.4, with a tool",
+    "pydantic-ai 2.68.0, an answer sent back",
+    "llama-index-llms-openai 0.1.27",
+    "ai 6.0.326 with @ai-sdk/openai-compatible 2.0.92",
+)
 @pytest.mark.parametrize("case", BODIES, ids=[case["client"] for case in BODIES])
 def test_what_real_clients_send_is_answered(case: dict[str, Any]) -> None:
     """Check bodies that are recorded, derived from a client's source, or written down.

@@ -204,6 +204,7 @@ def test_openais_client_parses_typed_answers(client: openai.OpenAI, temperature:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("answer: ")
 @pytest.mark.parametrize("prompt", ["answer: ", "import sys"])
 def test_a_text_is_the_one_that_the_library_generates(client: openai.OpenAI, prompt: str) -> None:
     """Check each way to state a grammar, among requests without one."""
@@ -319,7 +320,7 @@ def test_a_grammar_that_does_not_compile_is_refused_and_the_server_goes_on(
     assert answer.choices[0].text in ("yes", "no")
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_instructor_and_pydantic_ai_get_typed_answers(server: Server, tmp_path) -> None:
     """Check both with their own versions of other packages, in an environment of their own."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)

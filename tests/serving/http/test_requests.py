@@ -791,6 +791,7 @@ def mutated(rng: random.Random) -> bytes:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("0", "1", "2", "3", "4", "5", "6", "7", "8", "9")
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_a_body_is_it_is_taken_or_refused(seed: int) -> None:
     rng, accepted = random.Random(seed), 0
