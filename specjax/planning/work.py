@@ -134,7 +134,7 @@ def root_work(config: ModelConfig, batch: int) -> Work:
         >>> from specjax.models.published import published
         >>> from specjax.planning.work import root_work
         >>> round(root_work(published("qwen3.5-9b"), batch=1).bytes / 1e6)  # megabytes
-        51
+        52
     """
     states = sum(sizes.state_size for sizes in _states(config))
     return Work(2.0 * batch * states, batch * state_bytes(config))

@@ -744,15 +744,17 @@ def has_effect(family: str, name: str) -> bool:
 
     If they read none, it is enough that one is refused here.
     """
-    changes = [
-        (_is_refused(case), _change(case))
-        for case in cases_of(family)
-        if case.name == name or case.name.startswith(f"{name}.")
-    ]
-    accepted = [change for is_refused, change in changes if not (is_refused or change is None)]
-    if accepted:
-        return max(accepted) > EFFECT
-    return any(is_refused for is_refused, _ in changes)
+    is_read, is_refused = False, False
+    for case in cases_of(family):
+        if case.name != name and not case.name.startswith(f"{name}."):
+            continue
+        if _is_refused(case):
+            is_refused = True
+        elif (change := _change(case)) is not None:
+            if change > EFFECT:
+                return True
+            is_read = True
+    return is_refused and not is_read
 
 
 def _is_refused(case: Case) -> bool:

@@ -72,9 +72,10 @@ BY_ROUNDING: set[str] = set()
 
 def check(cases: list[Case]) -> list[Outcome]:
     """Print the outcome of each case and return it, and fail if ours is another model."""
-    results = {str(case): outcome(case) for case in cases}
-    for name, result in results.items():
-        print(f"{name} -> {result.summary}")
+    results = {}
+    for case in cases:
+        results[str(case)] = result = outcome(case)
+        print(f"{case} -> {result.summary}")
     kinds = Counter(re.split("[:,]", result.summary)[0] for result in results.values())
     print(f"{len(cases)} files: {dict(kinds)}")
     rounded = {name for name, result in results.items() if result.is_rounding}
