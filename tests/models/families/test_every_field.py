@@ -46,20 +46,6 @@ MEASURED = [
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except(
-    "llama (yarn): original_max_position_embeddings=24-equal",
-    "llama (llama3): original_max_position_embeddings=24-equal",
-    'llama (default): rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.2}-equal',
-    'qwen3 (linear): rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.2}-equal',
-    "llama (yarn): rope_parameters.original_max_position_embeddings=4-equal",
-    "llama (yarn whose bounds are cut): rope_theta=left out-no change",
-    'phi3: layer_types=["full_attention", "full_attention"]-no change',
-    'phi3: layer_types=["sliding_attention", "full_attention"]-no change',
-    'mistral: layer_types=["full_attention", "full_attention"]-no change',
-    'mistral: layer_types=["sliding_attention", "full_attention"]-no change',
-    'ministral3: layer_types=["full_attention", "full_attention"]-no change',
-    "olmo3: rope_theta=10000.0-refused",
-)
 @pytest.mark.parametrize(("case", "expected"), MEASURED, ids=str)
 def test_what_was_read_otherwise_once(case, expected) -> None:
     result = outcome(case)
