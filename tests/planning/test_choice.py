@@ -115,7 +115,6 @@ def test_two_dynamic_trees_are_tried_as_deep_as_chains_survive() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough_except("1.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_a_dynamic_tree_emits_is_what_the_engine_emits_with_it(temperature) -> None:
     target, drafter = tiny_target(), DraftModel(tiny_target(seed=5, num_layers=1))
