@@ -454,7 +454,8 @@ _BY_NAME: dict[str, list[Any]] = {
     "layer_norm_epsilon": [_LARGE],
     "layer_norm_eps": [_LARGE],
     "norm_eps": [_LARGE],
-    "post_norm_eps": [0.5],
+    "post_norm_eps": [_LARGE, 0.5],
+    "final_logit_softcapping": [1.0],
     "mamba_norm_before_gate": [False],
     "use_bidirectional_attention": [True, "all", "vision"],
 }

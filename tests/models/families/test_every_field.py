@@ -177,7 +177,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
         "DeepseekV3 DeepseekV32 GlmMoeDsa Gemma2 Gemma3Text Gemma4Text GptOss Olmo3 SmolLM3 "
         "Granite SeedOss Llama4Text Mixtral Glm4 Glm4Moe MiniMaxM2 Ernie4_5 Ernie4_5_Moe "
         "Glm4MoeLite HunYuanDenseV1 HunYuanMoEV1 Exaone4 MiMoV2Flash GraniteMoeHybrid Bamba "
-        "FalconH1 Lfm2 Lfm2Moe OlmoHybrid Step3p7 MuseGlimmer Qwen3VL Qwen3VLMoe",
+        "FalconH1 Lfm2 Lfm2Moe OlmoHybrid Step3p7 MuseGlimmer Qwen3VL Qwen3VLMoe Phi3",
     ),
     "output_router_logits": (
         "another output",
@@ -195,6 +195,29 @@ WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
         "Bamba FalconH1",
     ),
     "layers_block_type": ("derived from attn_layer_indices", "Bamba"),
+    "hidden_act": (
+        "swish is silu, and all others are refused",
+        "Qwen3Next Qwen3_5Text Qwen3_5MoeText GraniteMoeHybrid Bamba FalconH1 OlmoHybrid "
+        "KimiLinear Step3p7",
+    ),
+    "chunk_size": ("how states are computed: rounding alone", "NemotronH"),
+    "mamba_chunk_size": (
+        "how states are computed: rounding alone",
+        "GraniteMoeHybrid Bamba FalconH1",
+    ),
+    "time_step_floor": ("for new models", "NemotronH"),
+    "mamba_d_ssm": ("any but the heads times their size is refused", "FalconH1"),
+    "mamba_expand": ("replaced by mamba_d_ssm", "FalconH1"),
+    "num_key_value_heads": (
+        "any but the number of heads is refused, and null is that",
+        "DeepseekV3 KimiLinear",
+    ),
+    "use_bidirectional_attention": (
+        "refused where it would change a text",
+        "Gemma3Text Gemma4Text",
+    ),
+    "original_max_position_embeddings": ("refused beside a RoPE that has it", "Phi3"),
+    "moe_norm_min": ("refused where it would be seen, from 1e-6 on", "Ernie4_5_Moe"),
     "gating": ("with other gates than those of heads transformers fails", "Step3p7"),
     "num_local_experts": ("another name of n_routed_experts, which the file has", "Step3p7"),
 }
