@@ -56,6 +56,13 @@ def test_what_was_read_otherwise_once(case, expected) -> None:
 BY_ROUNDING: set[str] = set()
 
 
+# Cases that are read otherwise on purpose: transformers raises the steps of prompts to
+# time_step_min, but not those of decoding. So the next token would depend on how a text was read.
+OTHERWISE = {
+    f"{family}: time_step_min=left out" for family in ("nemotron_h", "nemotron_h with an mlp")
+}
+
+
 def check(cases: list[Case]) -> list[Outcome]:
     """Print the outcome of each case and return it, and fail if ours is another model."""
     results = {}
@@ -66,8 +73,8 @@ def check(cases: list[Case]) -> list[Outcome]:
     print(f"{len(cases)} files: {dict(kinds)}")
     rounded = {name for name, result in results.items() if result.is_rounding}
     print(f"accepted as rounding: {sorted(rounded)}")
-    wrong = [f"{name} -> {result.summary}" for name, result in results.items() if result.wrong]
-    assert not wrong, "\n".join(wrong)
+    wrong = {name: result.summary for name, result in results.items() if result.wrong}
+    assert wrong.keys() == OTHERWISE & results.keys(), wrong
     assert rounded <= BY_ROUNDING
     assert kinds["equal"] > len(cases) // 10  # not all cases are refused
     return list(results.values())
@@ -108,6 +115,7 @@ def test_an_error_is_accepted_as_rounding_up_to_a_limit(
     logits = np.zeros((1, LENGTH, 3))
     model = SimpleNamespace(
         double=lambda: model,
+        set_experts_implementation=lambda name: None,
         config=SimpleNamespace(get_text_config=SimpleNamespace),
     )
     monkeypatch.setattr(every_field, "_ours", lambda model, fields: logits + error)
