@@ -237,8 +237,7 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     state = abstract.with_shardings(state, executable.output_shardings)
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache, states = state.cache.layers, state.cache.states
-    devices = devices_of(setup.mesh)
-    verified = entries_read(setup.target.config, cache, drafter.draft_shape.nodes, devices)
+    verified = entries_read(setup.target.config, cache, setup.mesh, drafter.draft_shape.nodes)
     floor = abstract.bytes_of_pass(setup.target, (verified, states))
     by_layer = [
         entry if linear is None else linear

@@ -106,7 +106,7 @@ def devices_of(mesh: Mesh | None) -> int:
 
 
 def entries_read(
-    config: ModelConfig, entries: Sequence[Entry], queries: int = 1, devices: int = 1
+    config: ModelConfig, entries: Sequence[Entry], mesh: Mesh | None, queries: int = 1
 ) -> Entries:
     """Return the shapes of the entries that a pass reads of full rows.
 
@@ -116,12 +116,12 @@ def entries_read(
     Args:
         config: the configuration of a model, with an indexer or without.
         entries: the entries of layers of its cache, as shapes or arrays.
+        mesh: the mesh of the model, or None.
         queries: T, the number of queries of a row.
-        devices: the number of devices that share the heads.
     """
     if config.indexer is None:
         return tuple(entries)
-    copies, whole = queries * config.indexer.topk, reach(config, queries, devices)
+    copies, whole = queries * config.indexer.topk, reach(config, queries, devices_of(mesh))
 
     def shape_read(part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         rows, heads, slots, *sizes = part.shape

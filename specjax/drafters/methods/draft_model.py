@@ -37,7 +37,7 @@ from specjax.models.cache import Cache, Entries, gather_entries
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
-from specjax.models.sparse_attention import devices_of, entries_read
+from specjax.models.sparse_attention import entries_read
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -383,9 +383,7 @@ class DraftModel(Drafter[DraftModelState]):
     def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
         """Return the arrays of a level: the draft model's weights and its cache."""
         if state:
-            layers = entries_read(
-                self.model.config, state.cache.layers, devices=devices_of(self.model.mesh)
-            )
+            layers = entries_read(self.model.config, state.cache.layers, self.model.mesh)
             state = replace(state, cache=replace(state.cache, layers=layers))
         return DraftingReads(level=(self.model.weights_of_pass, state))
 

@@ -17,7 +17,7 @@ from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import Entry, KVCache
 from specjax.models.config import ModelConfig
-from specjax.models.sparse_attention import devices_of, entries_read
+from specjax.models.sparse_attention import entries_read
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -91,11 +91,10 @@ class EarlyExit(Drafter[tuple[()]]):
         self, target: Target, state: tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:
         """Return the arrays of a level: the first layers, their part of the cache, and the head."""
-        read = entries_read(target.config, cache[: self.layers], devices=devices_of(target.mesh))
         return DraftingReads(
             level=(
                 target.params["layers"][: self.layers],
-                read,
+                entries_read(target.config, cache[: self.layers], target.mesh),
                 target.head_as_stored,
             )
         )

@@ -46,7 +46,7 @@ from specjax.models.fields import (
 from specjax.models.layers import decoder_layer, linear, normed
 from specjax.models.params import Params, matrix, norm
 from specjax.models.rope import rotations
-from specjax.models.sparse_attention import devices_of, entries_read
+from specjax.models.sparse_attention import entries_read
 from specjax.models.transformer import Target
 
 Layout = Literal["mimo", "mimo_v2", "deepseek", "qwen", "nemotron"]
@@ -579,7 +579,7 @@ class MTP(FeatureDrafter):
         if state:
             layers = state.cache.layers[: self.sizes.num_layers]
             module_state = (
-                entries_read(self.sizes, layers, devices=devices_of(self.mesh)),
+                entries_read(self.sizes, layers, self.mesh),
                 state.cache.length,
                 state.newest,
             )
