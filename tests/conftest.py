@@ -82,7 +82,7 @@ gc.set_threshold(50_000, 20, 10)
 
 # JAX 0.10 makes a context of MLIR for each program that it lowers. That takes 8 ms, a quarter of
 # what a single operation takes. Here, as in JAX 0.12, all programs of a thread have the same one.
-_make_context = getattr(mlir, "make_ir_context", None)
+_make_context = mlir.make_ir_context
 _contexts = threading.local()
 
 
@@ -92,7 +92,7 @@ def _context_of_thread() -> Any:
     return _contexts.context
 
 
-if version("jaxlib").startswith("0.10.") and _make_context is not None:
+if version("jaxlib").startswith("0.10."):
     mlir.make_ir_context = _context_of_thread
 
 _compilations: list[str] = []

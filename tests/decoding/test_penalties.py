@@ -182,20 +182,8 @@ def expected(setting: str) -> list[list[int]]:
 
 @pytest.mark.full_except("dynamic tree-truncated")
 @pytest.mark.thorough_except("none-greedy", "prompt lookup-drawn", "EAGLE-3 of few tokens-greedy")
-@pytest.mark.parametrize(
-    ("drafter", "setting"),
-    [
-        pytest.param(
-            drafter,
-            setting,
-            marks=[]
-            if (drafter, setting) in (("dynamic tree", "truncated"), ("chain", "greedy"))
-            else pytest.mark.full,
-        )
-        for drafter in DRAFTERS
-        for setting in SETTINGS
-    ],
-)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_text_is_the_oracles(drafter, setting) -> None:
     """Check all parameters at once, in rows beside one that states nothing."""
     rows = rows_of(setting)

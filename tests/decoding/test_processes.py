@@ -10,7 +10,7 @@ from tests.processes import processes, wait
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("look", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("look", [False, True])
 def test_two_processes_find_what_one_does(tmp_path, look) -> None:
     """Check that both processes have the tokens, streams and statistics of a single one.
 

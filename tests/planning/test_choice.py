@@ -154,8 +154,8 @@ def test_a_rule_of_chains_is_asked_about_chains_alone() -> None:
 @pytest.mark.parametrize(
     ("temperature", "rule", "tolerance"),
     [
-        pytest.param(0.0, None, 0.08, marks=pytest.mark.thorough),
-        pytest.param(1.0, "independent", 0.04, marks=pytest.mark.thorough),
+        (0.0, None, 0.08),
+        (1.0, "independent", 0.04),
         (1.0, "coupled", 0.04),
     ],
 )
