@@ -7,7 +7,7 @@ PYTHON ?= python3
 demo: .venv/installed
 	@.venv/bin/python -m specjax demo
 
-# What a newcomer runs: every rule, oracle and contract, none of it for long.
+# What a newcomer runs: rules, oracles and contracts, none of it for long.
 test: .venv-test/installed
 	.venv-test/bin/python -m pytest -n 2 --dist worksteal --timeout 300 --beside-readme
 
