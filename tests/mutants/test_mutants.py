@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import TABLE
+from tests.mutants.cases import problems_of
 from tests.mutants.catalogue import CATALOGUE
 from tests.mutants.mutant import Mutant
 from tests.mutants.trial import NOT_IN_MAKE_TEST, ROOT, Copy, Outcome, table_of
@@ -50,10 +51,7 @@ def functions_of(file: Path) -> dict[str, ast.FunctionDef]:
 
 
 def test_the_named_tests_are_there_and_run_every_time() -> None:
-    """Check the tests without collecting them, by reading their source.
-
-    A mark of a single parameter is not seen here; the run of all mutants finds it.
-    """
+    """Check the tests by reading their source. Their cases are checked in each run (`cases`)."""
     files = {node.partition("::")[0] for mutant in CATALOGUE for node in mutant.tests}
     functions = {file: functions_of(ROOT / file) for file in files}
     for mutant in CATALOGUE:
@@ -90,6 +88,33 @@ def test_the_table_is_of_these_mutants_and_has_no_survivor() -> None:
         "run python -m tests.mutants --write"
     )
     assert all(row[3].startswith("`tests/") for row in rows)
+
+
+CASES = """
+import pytest
+
+@pytest.mark.parametrize("pair", ["early", pytest.param("late", marks=pytest.mark.full)])
+def test_pairs(pair):
+    pass
+"""
+
+
+def test_named_cases_must_exist_and_run_every_time(pytester) -> None:
+    items = pytester.getitems(pytester.makepyfile(CASES).read_text())
+    file = items[0].nodeid.partition("::")[0]
+    names = ["early", "late", "other"]
+    mutant = Mutant(
+        name="pair",
+        file="specjax/rule.py",
+        old="a",
+        new="b",
+        tests=(*(f"{file}::test_pairs[{name}]" for name in names), "elsewhere.py::test[other]"),
+        breaks="Pairs are wrong.",
+    )
+    assert problems_of([mutant], items) == [
+        f"mutant pair: {file}::test_pairs[late] is full",
+        f"mutant pair: there is no case {file}::test_pairs[other]",
+    ]
 
 
 # --- the runner -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -279,19 +279,36 @@ def _class_of(module: str) -> str:
     return "Embedding" if module.endswith(EMBEDDINGS) else "Linear"
 
 
+class _Groups:
+    """The groups of compressed-tensors' ``config_groups``, looked up by module.
+
+    As in compressed-tensors, a name takes precedence over a pattern, and a pattern over a class of
+    layers; the first group that is for a module counts.
+    """
+
+    def __init__(self, raw: Fields) -> None:
+        self.groups: list[Fields] = list((raw.get("config_groups") or {}).values())
+        self.by_target: dict[str, Fields] = {}
+        for group in self.groups:
+            for target in group["targets"]:
+                self.by_target.setdefault(target, group)
+        self.patterns = [target for target in self.by_target if target.startswith("re:")]
+
+    def group_of(self, module: str) -> Fields | None:
+        """Return the group that names a module; None if none does."""
+        pattern = next((pattern for pattern in self.patterns if _matches(pattern, module)), None)
+        for target in (module, pattern, _class_of(module)):
+            if target in self.by_target:
+                return self.by_target[target]
+        return None
+
+
 def _stated_in_groups(raw: Fields) -> Callable[[str], Form | None]:
-    groups = list(raw["config_groups"].values())
-    targets = [ByModule((target, True) for target in group["targets"]) for group in groups]
-    forms = [_form_of_group(group) for group in groups]
+    groups = _Groups(raw)
 
     def stated(module: str) -> Form | None:
-        kind = _class_of(module)
-        matching = (
-            form
-            for form, of in zip(forms, targets, strict=True)
-            if kind in of.names or of.get(module)
-        )
-        return next(matching, None)
+        group = groups.group_of(module)
+        return None if group is None else _form_of_group(group)
 
     return stated
 
@@ -594,14 +611,7 @@ class _Parts:
     def __init__(self, tensors: Mapping[str, Any], raw: Fields, directory: Path) -> None:
         self.tensors, self.raw, self.directory = tensors, raw, directory
         self.is_modelopt = method_of(raw) == "modelopt" and raw.get("quant_algo") is not None
-        groups = (raw.get("config_groups") or {}).values()
-        self.groups = [(group, frozenset(group["targets"])) for group in groups]
-        self.patterns = [
-            (group, target.removeprefix("re:"))
-            for group, targets in self.groups
-            for target in targets
-            if target.startswith("re:")
-        ]
+        self.groups = _Groups(raw)
 
     def place(self, *names: str) -> Path:
         """Return the file of the first of ``names`` that is there; the directory if unknown."""
@@ -665,28 +675,24 @@ class _Parts:
             )
         return inputs // size
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str) -> NoReturn:
         """Raise a `CheckpointError`."""
         raise CheckpointError(f"{self.directory}: {what}: {ADVICE}")
 
     def group_of(self, matrix: str) -> Fields:
         """Return the group of compressed-tensors' ``config_groups`` that a matrix belongs to.
 
-        A name takes precedence over a pattern, and a pattern over a class of layers.
+        A single group is for every matrix that is stored quantized.
         """
-        module = matrix.removesuffix(".weight")
-        kind = _class_of(module)
-        by_name = [group for group, targets in self.groups if module in targets]
-        by_pattern = [group for group, pattern in self.patterns if re.match(pattern, module)]
-        by_class = [group for group, targets in self.groups if kind in targets]
-        only = [group for group, _ in self.groups] if len(self.groups) == 1 else []
-        matching = by_name or by_pattern or by_class or only
-        if not matching:
+        group = self.groups.group_of(matrix.removesuffix(".weight"))
+        if group is None and len(self.groups.groups) == 1:
+            return self.groups.groups[0]
+        if group is None:
             self.refuse(
                 f"{show(matrix)} is quantized, and config.json does not say how: none of its"
                 " config_groups is for it"
             )
-        return matching[0]
+        return group
 
 
 def _activations(group: Fields) -> int:

@@ -28,6 +28,7 @@ from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
 from specjax.models.params import Param, declare
 from specjax.models.quantization import is_quantized, saved, schemes, stored
+from specjax.models.quantization.published import stated_forms
 from specjax.models.quantization.weights import (
     BLOCK,
     Form,
@@ -181,6 +182,9 @@ def test_a_tensor_of_several_parameters_is_named_and_counted_once() -> None:
     assert groups["group_0"]["targets"] == ["Linear"]
     assert groups["group_0"]["weights"]["num_bits"] == 4
     assert groups["group_1"]["targets"] == ["qkv"]
+    # A group that names a module takes precedence over one of its class.
+    stated = stated_forms(quantization)
+    assert [stated(f"{name}.weight") for name in ("qkv", "up")] == [Form("int8"), Form("int4")]
 
 
 def test_what_has_no_name_there_is_refused(tmp_path) -> None:
