@@ -23,8 +23,11 @@ import pytest
 MOST_CPU_SECONDS = 2.0
 """The most that a test of ``make test`` may cost. A slower one carries a marker of `SLOW`."""
 
-SLOW = ("full", "thorough", "browser", "clients", "kills_alone", "represents")
-"""Markers of tests that may cost more: of other tiers, or without a cheaper replacement."""
+MOST_OF_FULL_TIER = 20.0
+"""The most that a test of ``make test-full`` may cost. A slower one carries a marker of `SLOW`."""
+
+SLOW = ("thorough", "browser", "clients", "kills_alone", "represents")
+"""Markers of tests that may cost any time: of other tiers, or without a cheaper replacement."""
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -110,6 +113,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         before, after = item.stash[_BEFORE], _snapshot()
         cost = {name: round(value - before.get(name, 0), 3) for name, value in after.items()}
         report.user_properties.append(("cost", cost))
+        report.user_properties.append(("is full", item.get_closest_marker("full") is not None))
         report.user_properties.append(
             ("may be slow", any(item.get_closest_marker(name) for name in SLOW))
         )
@@ -131,7 +135,8 @@ class _Summary:
             return
         cost = self._costs[report.nodeid] = properties["cost"]
         seconds = cost["cpu"] - cost.get("shared", 0.0)
-        if seconds > MOST_CPU_SECONDS and not properties["may be slow"]:
+        most = MOST_OF_FULL_TIER if properties["is full"] else MOST_CPU_SECONDS
+        if seconds > most and not properties["may be slow"]:
             self._too_slow.append((seconds, report.nodeid))
 
     def pytest_terminal_summary(self, terminalreporter, config: pytest.Config) -> None:
@@ -154,9 +159,10 @@ def too_slow(tests: list[tuple[float, str]]) -> list[str]:
     lines = [f"{seconds:6.1f}  {test}" for seconds, test in sorted(tests, reverse=True)]
     return [
         (
-            f"{len(tests)} tests took more than {MOST_CPU_SECONDS:g} CPU seconds: make each"
-            " cheaper, mark it `full`, or mark it `kills_alone` or `represents` where no cheaper"
-            " test kills a mutant or covers a contract:"
+            f"{len(tests)} tests took more than {MOST_CPU_SECONDS:g} CPU seconds, or"
+            f" {MOST_OF_FULL_TIER:g} in the full tier: make each cheaper, mark it `full` or"
+            " `thorough`, or mark it `kills_alone` or `represents` where no cheaper test kills a"
+            " mutant or covers a contract:"
         ),
         *lines,
     ]

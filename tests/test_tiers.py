@@ -95,15 +95,27 @@ def test_a_named_case_must_exist(run, marker) -> None:
     )
 
 
-def test_slow_tests_without_a_marker_are_named_at_the_end(run, monkeypatch) -> None:
-    monkeypatch.setattr(costs, "MOST_CPU_SECONDS", -1)
+@pytest.mark.parametrize(
+    ("limit", "tests"),
+    [
+        ("MOST_CPU_SECONDS", ["test_of_shapes[chain]", "test_plain"]),
+        (
+            "MOST_OF_FULL_TIER",
+            ["test_of_shapes[dynamic]", "test_of_shapes[static]", "test_slow"],
+        ),
+    ],
+)
+def test_tests_that_are_too_slow_for_their_tier_are_named_at_the_end(
+    run, monkeypatch, limit, tests
+) -> None:
+    monkeypatch.setattr(costs, limit, -1)
     output = run(CASES.format(names="'chain'")).stdout.str()
     named = [
         line.split()[-1].partition("::")[2]
         for line in output.splitlines()
         if " test_" in line and ".py::" in line
     ]
-    assert sorted(named) == ["test_of_shapes[chain]", "test_plain"]
+    assert sorted(named) == tests
 
 
 def test_no_test_is_too_slow_for_what_it_shares(run, monkeypatch) -> None:

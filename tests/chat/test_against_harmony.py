@@ -122,6 +122,7 @@ def _parsed(
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("0")
 @pytest.mark.parametrize("seed", range(2))
 def test_messages_are_read_as_openai_harmony_reads_them(seed, harmony, tokenizer) -> None:
     module, encoding = harmony

@@ -43,7 +43,7 @@ def questions(tmp_path):
     return file
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_every_method_answers_every_turn(tiny_pair, questions, tmp_path, capsys) -> None:
     target, _ = tiny_pair
     arguments = ["--target", target, "--questions", str(questions), "--max-new-tokens", "6"]
@@ -371,7 +371,7 @@ def test_equal_documents_are_on_one_side_of_the_split(tiny_pair, tmp_path) -> No
     assert len({record["text"] for record in records(output)}) > 24
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) -> None:
     """Ask a question that is too long alone, one that is too long after another, and one that fits.
 

@@ -60,7 +60,7 @@ def test_wrong_patterns_and_two_grammars_are_refused() -> None:
         read_grammar("", "", (), "x")
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_answers_of_a_data_set_are_those_of_generate(tiny_pair, tmp_path, capsys) -> None:
     """Check greedy answers, and that a rerun with another schema in the file is refused."""
     source, output, schema = (tmp_path / name for name in ("texts.jsonl", "out.jsonl", "schema"))

@@ -80,7 +80,7 @@ def run(directory: Path, *words: str, count: int = 2) -> list[str]:
     return [(directory / f"{number}.out").read_text() for number in range(count)]
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_generate_prints_once_what_one_process_prints(tmp_path) -> None:
     words = ["generate", "--prompt", "def area(", "--drafter", "embedded:eagle3"]
     words += ["--max-new-tokens", "24", "--json"]

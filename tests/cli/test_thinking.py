@@ -12,7 +12,7 @@ from specjax.cli.serve import ServeConfig, engine_options
 from specjax.errors import InputError
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_generated_text_has_the_budget(capsys) -> None:
     main(
         [

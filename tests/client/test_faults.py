@@ -88,8 +88,7 @@ def places():
         place.engine.close()
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("moa")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_without_faults_drafts_are_accepted_and_the_text_is_the_targets(places, name) -> None:
     for seed in range(4):
@@ -98,8 +97,7 @@ def test_without_faults_drafts_are_accepted_and_the_text_is_the_targets(places, 
         assert outcome.report.finish_reason in ("stop", "length")
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("moa")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_what_is_committed_is_the_targets_text_whatever_goes_wrong(places, name) -> None:
     for seed in range(40):

@@ -1,8 +1,8 @@
 """Constrained texts: those of a slow oracle, with the exact distribution, for every drafter."""
 
-import itertools
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise, product
 from typing import Any
 
 import jax
@@ -122,24 +122,19 @@ def outputs(result: Any) -> list[list[int]]:
 
 MARKS = {
     ("chain", "plain"): pytest.mark.represents("constrained texts under coupled sampling"),
-    ("dynamic tree", "nucleus"): pytest.mark.full,  # of trees, truncated
+    ("chain", "nucleus"): pytest.mark.full,
+    ("dynamic tree", "min_p"): pytest.mark.full,
+    ("dynamic tree", "nucleus"): pytest.mark.full,
+    ("prompt lookup", "plain"): pytest.mark.full,
+    ("EAGLE-3 of few tokens", "hot"): pytest.mark.full,
 }
 
 
 @pytest.mark.parametrize(
     ("drafter", "setting"),
     [
-        # In the full tier each drafter has one setting, and each setting some drafters.
-        pytest.param(
-            drafter,
-            setting,
-            marks=MARKS.get(
-                (drafter, setting),
-                pytest.mark.full if (i - j) % len(SETTINGS) == 0 else pytest.mark.thorough,
-            ),
-        )
-        for i, drafter in enumerate(DRAFTERS)
-        for j, setting in enumerate(SETTINGS)
+        pytest.param(*case, marks=MARKS.get(case, pytest.mark.thorough))
+        for case in product(DRAFTERS, SETTINGS)
     ],
 )
 def test_every_text_is_the_oracles(drafter, setting) -> None:
@@ -177,7 +172,7 @@ def test_a_stream_gives_the_same_text_and_a_second_call_compiles_nothing() -> No
     parts = list(specjax.stream(target, drafter, PROMPTS, steps=2, **options))
     before = compilations()
     assert np.array_equal(parts[-1].tokens, whole.tokens)
-    assert all((b.lengths >= a.lengths).all() for a, b in itertools.pairwise(parts))
+    assert all((b.lengths >= a.lengths).all() for a, b in pairwise(parts))
     regex = compiler().compile(GRAMMARS["regex"])
     specjax.generate(target, drafter, PROMPTS[::-1].copy(), **options | {"grammar": regex})
     assert compilations() == before

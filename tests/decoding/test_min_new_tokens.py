@@ -161,7 +161,7 @@ def p_value(rule: str, draws: int) -> float:
     return conformance.g_test(counts, exact)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize("draws", [25_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "rule",
@@ -174,7 +174,7 @@ def test_the_distribution_is_the_one_without_ends(rule, draws) -> None:
     assert p_value(rule, draws) >= conformance.FALSE_ALARM
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("rule", ["block", pytest.param("siblings", marks=pytest.mark.thorough)])
 def test_a_target_that_is_not_masked_fails(rule, monkeypatch) -> None:

@@ -181,7 +181,7 @@ def expected(setting: str) -> list[list[int]]:
 
 
 @pytest.mark.full_except("dynamic tree-truncated")
-@pytest.mark.thorough_except("none-greedy", "prompt lookup-drawn", "EAGLE-3 of few tokens-greedy")
+@pytest.mark.thorough_except("EAGLE-3 of few tokens-greedy", "prompt lookup-drawn")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_text_is_the_oracles(drafter, setting) -> None:
@@ -397,8 +397,7 @@ def exact_joint(stated: dict[str, Any]) -> np.ndarray:
     return exact
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("block-6000")
+@pytest.mark.thorough
 @pytest.mark.parametrize("draws", [DRAWS, pytest.param(20_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("rule", list(RULES))
 def test_the_distribution_is_exact(rule, draws) -> None:

@@ -105,7 +105,7 @@ def test_sampled_text_is_coupled_to_its_key(name) -> None:
     np.testing.assert_array_equal(plain.tokens, drafted.tokens)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize("draws", [25_000, pytest.param(500_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("method", "shape"),
@@ -116,7 +116,7 @@ def test_generated_tokens_have_its_exact_distribution(method, shape, draws) -> N
     conformance.check_distribution(target, small_drafter(method, SMALL[shape]), draws=draws)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_target_that_sees_its_own_tokens_unrounded_fails(monkeypatch) -> None:
     """Check that the text with a draft then differs from plain decoding's."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import jax
@@ -81,19 +82,9 @@ def expected(setting: str) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize(
-    ("drafter", "setting"),
-    [
-        pytest.param(
-            drafter,
-            setting,
-            # In the full tier each drafter has one setting, and each setting some drafters.
-            marks=pytest.mark.full if (i - j) % len(SETTINGS) == 0 else pytest.mark.thorough,
-        )
-        for i, drafter in enumerate(DRAFTERS)
-        for j, setting in enumerate(SETTINGS)
-    ],
-)
+@pytest.mark.full
+@pytest.mark.thorough_except("dynamic tree-plain")
+@pytest.mark.parametrize(("drafter", "setting"), list(product(DRAFTERS, SETTINGS)))
 def test_every_text_is_the_oracles(drafter, setting) -> None:
     assert outputs(drafter, setting) == expected(setting)
 
@@ -117,7 +108,7 @@ def test_the_laws_cover_what_a_budget_does() -> None:
     assert min(forced, half, by_themselves, several) > 2
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_budget_that_cannot_be_used_up_takes_no_masked_step_and_compiles_nothing_again(
     monkeypatch,
 ) -> None:
@@ -136,7 +127,7 @@ def test_a_budget_that_cannot_be_used_up_takes_no_masked_step_and_compiles_nothi
     assert compilations() == before
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_stream_gives_the_same_text() -> None:
     target, model = models()
     options = {"max_new_tokens": NEW, "eos_token_ids": (), "thinking_budget": BUDGETS[3]}
@@ -152,7 +143,7 @@ def test_a_stream_gives_the_same_text() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("none-greedy", "chain-plain", "dynamic tree-nucleus")
+@pytest.mark.thorough_except("dynamic tree-nucleus")
 @pytest.mark.parametrize("setting", list(SETTINGS))
 @pytest.mark.parametrize("drafter", ["none", "chain", "dynamic tree"])
 def test_a_grammar_after_the_thought_and_a_budget_hold_together(drafter, setting) -> None:
@@ -225,8 +216,7 @@ def p_value(drafter: str, rule: str, draws: int = 5_000) -> float:
     return g_test(counts, np.array([*language.values(), 0.0]))
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("chain-coupled", "sampled tree-independent")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     [

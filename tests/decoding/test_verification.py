@@ -728,7 +728,7 @@ def test_equal_distributions_accept_everything() -> None:
         assert outcomes[f"full {rule}"][Case("equal")].emitted == GAMMA + 1
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_siblings_accept_more_than_one_token_alone() -> None:
     siblings = outcomes_of("sampled", 32_000)["verify"][Case()].emitted
     chain = outcomes_of("ragged", 32_000)["full rejection"][Case()].emitted

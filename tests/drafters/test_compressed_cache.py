@@ -128,6 +128,7 @@ def attention_of_last_tokens(target, row: np.ndarray, window: int) -> dict[int, 
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("16-changes1", "512-changes0")
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize(
     ("block", "changes"), [(512, {}), (16, {}), (16, LAYERED["sharing"] | {"windowed_layers": ()})]
@@ -204,7 +205,7 @@ def test_after_the_prompt_snapkv_replaces_only_its_newest(target) -> None:
         }
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_draft_model_with_a_ring_is_itself_while_all_fits(target) -> None:
     model = tiny_target(seed=5, num_layers=1)
     plain = specjax.generate(

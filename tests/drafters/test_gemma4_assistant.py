@@ -152,16 +152,18 @@ def test_google_s_layout_is_read_and_written_bit_for_bit(both, tmp_path) -> None
         specjax.Gemma4Assistant.from_pretrained(tmp_path)
 
 
-THOROUGH = [
-    pytest.param(shape, marks=pytest.mark.thorough) for shape in (3, specjax.SampledTree((2, 2)))
-]
+DYNAMIC = specjax.DynamicTree(top_k=3, depth=3, nodes=8)
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("centroids-dynamic tree, 8 nodes, 3 deep")
-@pytest.mark.parametrize(
-    "shape", [specjax.DynamicTree(top_k=3, depth=3, nodes=8), *THOROUGH], ids=str
-)
+@pytest.mark.thorough_except("centroids")
+def test_texts_do_not_depend_on_it(both) -> None:
+    (_, _, target, drafter), _ = both
+    specjax.conformance.check_coupled(target, dataclasses.replace(drafter, draft=DYNAMIC))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shape", [DYNAMIC, 3, specjax.SampledTree((2, 2))], ids=str)
 def test_it_is_lossless_on_a_gemma(both, shape) -> None:
     (_, _, target, drafter), _ = both
     specjax.conformance.check(target, dataclasses.replace(drafter, draft=shape))
@@ -172,7 +174,7 @@ WINDOWED = pytest.param(
 )
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", [pytest.param({}, id="full"), WINDOWED])
 def test_it_drafts_for_an_ordinary_target(changes) -> None:
     target = tiny_target(**changes)

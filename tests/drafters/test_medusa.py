@@ -79,6 +79,7 @@ TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("shape2")
 @pytest.mark.parametrize(
     "shape", [pytest.param(Chain(3), marks=pytest.mark.thorough), TREE, DynamicTree(3, 3, 9)]
 )

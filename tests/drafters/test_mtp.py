@@ -256,7 +256,7 @@ def check_on_a_mesh(directory: Path, sizes: tuple[int, int], draft: DraftShape) 
     conformance.check_rows_that_come_and_go(on_mesh, drafter_on_mesh, new_tokens=9)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("published", "sizes"),
     [("deepseek_v32", (1, 2)), ("glm_moe_dsa", (2, 1))],

@@ -206,17 +206,25 @@ def test_drafts_are_drawn_from_what_the_published_network_says(published) -> Non
         np.testing.assert_allclose(q[row], expected, atol=2e-5)
 
 
+def with_a_tree(directory: Path) -> tuple[specjax.Target, MTP]:
+    draft = StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))
+    return (
+        specjax.Target.from_pretrained(directory, dtype=np.float32),
+        MTP.from_pretrained(directory, draft=draft, dtype=np.float32),
+    )
+
+
 @pytest.mark.full
 def test_texts_do_not_depend_on_the_modules(published) -> None:
-    _, directory = published
-    target = specjax.Target.from_pretrained(directory, dtype=np.float32)
-    drafter = MTP.from_pretrained(
-        directory, draft=StaticTree(((0,), (1,), (0, 0), (0, 0, 0))), dtype=np.float32
-    )
-    conformance.check(target, drafter, new_tokens=10, come_and_go=False)
+    conformance.check_coupled(*with_a_tree(published[1]), new_tokens=10)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
+def test_the_modules_pass_conformance(published) -> None:
+    conformance.check(*with_a_tree(published[1]), new_tokens=10, come_and_go=False)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("published", "sizes"),
     [

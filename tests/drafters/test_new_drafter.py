@@ -182,7 +182,7 @@ def assert_same(actual: TrainedDrafter, expected: TrainedDrafter) -> None:
     jax.tree.map(np.testing.assert_array_equal, actual.params, expected.params)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape", [Chain(3), pytest.param(DynamicTree(3, 3, 9), marks=pytest.mark.thorough)]
 )
@@ -237,7 +237,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_its_words(wizard, tmp_path) 
         Wizard.from_pretrained(tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_it_is_planned_for_chips_that_are_not_there(tmp_path, capsys, monkeypatch) -> None:
     """Test ``specjax plan compile`` with four CPU devices in place of a TPU's.
 

@@ -148,7 +148,7 @@ def test_the_librarys_own_methods_cannot_be_replaced(monkeypatch, tmp_path) -> N
     assert registry._entry_points() == {}
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_the_command_line_takes_a_class(tmp_path, tiny_pair) -> None:
     target = specjax.Target.from_pretrained(tiny_pair[0])
     (tmp_path / "mine").mkdir()

@@ -61,8 +61,7 @@ def legal_only(tokenizer: Any, source: str, start: int) -> Any:
     return transformers.LogitsProcessorList([LegalOnly()])
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("llama")
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", MODELS)
 def test_greedy_texts_are_those_of_transformers(family, tmp_path) -> None:
     from tests.with_torch import torch

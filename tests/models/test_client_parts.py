@@ -9,7 +9,7 @@ from specjax.client.device import ClientDevice, Settings
 from specjax.drafters import Eagle3, MixtureOfAttentions
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_client_drafts_with_a_part_what_it_drafts_with_the_whole(target) -> None:
     """A client drafts the same tree with a part of the target as with the whole.
 

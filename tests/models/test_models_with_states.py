@@ -110,8 +110,7 @@ def test_a_shared_prefix_brings_its_state(name) -> None:
             np.testing.assert_array_equal(handle.result(60.0).tokens, expected)
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("short convolution")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_weights_are_decoded_losslessly(name) -> None:
     quantized = tiny_target(**MODELS[name], scale=4.0).quantize("int8")

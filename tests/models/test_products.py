@@ -125,8 +125,7 @@ def test_with_zeros_and_an_order() -> None:
     )
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("192-512-int4")
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(192, 512), (129, 65), (257, 1152), (1056, 260), (256, 2304)]

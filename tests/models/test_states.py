@@ -173,7 +173,7 @@ def test_documents_are_refused_beside_what_they_stand_in_place_of(hybrid, option
         hybrid.read(PROMPTS, documents=np.zeros((2, 8), int), **options)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 1), marks=pytest.mark.thorough)])
 def test_on_two_devices_the_text_is_the_same(hybrid, shape, tmp_path) -> None:
     hybrid.save_pretrained(tmp_path)

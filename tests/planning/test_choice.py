@@ -40,7 +40,7 @@ def with_costs(monkeypatch, verify_time, draft_time) -> None:
     monkeypatch.setattr(choice, "measure_costs", measured)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_where_nothing_costs_more_than_a_node_the_answer_is_plain(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=float, draft_time=lambda width: 0.5)
     drafter = DraftModel(tiny_target(seed=5, num_layers=1))
@@ -62,7 +62,7 @@ def test_a_perfect_drafter_is_given_the_longest_chain(monkeypatch) -> None:
     assert comparison.best.speedup == pytest.approx(5 / 1.04, rel=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_second_best_that_is_often_right_asks_for_a_tree(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     drafter = DraftModel(tiny_target(seed=5, num_layers=1))
@@ -206,7 +206,7 @@ def test_prompt_lookup_is_offered_chains_alone(monkeypatch) -> None:
     assert {type(candidate.draft) for candidate in comparison.candidates} == {type(None), Chain}
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_close_to_the_last_position_drafts_are_cut_and_then_given_up(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     target = tiny_target(max_positions=64)
@@ -218,7 +218,7 @@ def test_close_to_the_last_position_drafts_are_cut_and_then_given_up(monkeypatch
         assert max((draft.depth for draft in drafts), default=0) == deepest
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_trial_generates_no_more_than_it_may(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     trial_options = []

@@ -131,7 +131,7 @@ def test_every_text_is_that_of_generate(drafter) -> None:
             assert result.grammar_completed == handle.grammar_completed
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_programs_can_be_lowered_in_the_middle_of_a_masked_step() -> None:
     """Check what the thread that compiles in the background may meet."""
     with engine(max_prediction=2, warm=False) as served:
@@ -207,8 +207,7 @@ def test_log_probabilities_and_predictions_beside_and_under_a_grammar() -> None:
         assert len(logprobs(handle)) == len(handle.tokens)
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("dynamic tree")
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafter", ["none", "dynamic tree"])
 def test_a_prediction_changes_the_time_of_a_constrained_text_alone(drafter, monkeypatch) -> None:
     """Check right, wrong and illegal predictions beside a free row, with few pages."""
@@ -293,7 +292,7 @@ def test_a_stop_string_inside_the_grammar_ends_a_text_that_is_not_whole() -> Non
     assert (beside.finish_reason, beside.grammar_completed) == ("stop", True)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_min_new_tokens_holds_unless_the_grammar_allows_the_end_alone(temperature) -> None:
     """Compare with `specjax.generate`; some texts would be shorter without the minimum."""
@@ -332,7 +331,7 @@ def test_min_new_tokens_holds_unless_the_grammar_allows_the_end_alone(temperatur
         assert min(map(len, free)) <= 6
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_text_that_is_cancelled_in_the_middle_disturbs_no_other() -> None:
     """Cancel texts after their first tokens; then their rows have other texts and grammars."""
     endless = specjax.Regex("(ab|c|de){200,}f:")  # it cannot end before it is cancelled
@@ -368,7 +367,7 @@ def test_a_text_that_is_cancelled_in_the_middle_disturbs_no_other() -> None:
             assert not cancelled.grammar_completed
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_logits_that_are_nan_end_the_constrained_text_of_their_row_alone() -> None:
     broken = BrokenAtSevens(**vars(models()[0]))
     grammar, options = GRAMMARS["regex"], {"max_new_tokens": NEW, "eos_token_ids": (END,)}

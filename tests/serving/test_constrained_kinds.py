@@ -123,8 +123,7 @@ def plain_texts(target: Any) -> list[list[int]]:
     return [row[len(PROMPTS[0]) : end].tolist() for row, end in ends]
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("latents, EAGLE-3", "8-bit cache")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_constrained_texts_come_and_go_with_every_kind(kind) -> None:
     """Check five texts in two rows, with pages for a few of them."""

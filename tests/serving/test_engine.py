@@ -1277,7 +1277,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(target, plain, monkeypatch)
     check_turns(target, plain, monkeypatch)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_prompts_take_turns_also_where_the_target_keeps_states(monkeypatch) -> None:
     hybrid = tiny_target(**HYBRID)
     options = {

@@ -80,32 +80,24 @@ def expected(target: Any, prompt: list[int], grammar: Any, seed: int, setting: A
     return result.tokens[0, len(prompt) : result.lengths[0]].tolist()
 
 
+@pytest.mark.full
+@pytest.mark.thorough_except("chosen-dynamic tree-plain")
 @pytest.mark.parametrize(
     ("kinds", "drafter", "model"),
     [
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                ("free", "chain", "plain"),
-                ("chosen", "dynamic tree", "plain"),
-                ("free", "chain", "hybrid"),
-            )
-        ),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (
-                ("free", "none", "plain"),
-                ("free", "sampled tree", "plain"),
-                ("free", "EAGLE-3 of few tokens", "plain"),
-                ("masked", "chain", "plain"),
-                ("free", "prompt lookup", "plain"),
-                ("free", "the target itself", "plain"),
-                ("free", "static tree", "plain"),
-                ("free", "dynamic tree", "plain"),
-                ("chosen", "chain", "plain"),
-                ("chosen", "chain", "hybrid"),
-            )
-        ),
+        ("free", "chain", "plain"),
+        ("chosen", "dynamic tree", "plain"),
+        ("free", "chain", "hybrid"),
+        ("free", "none", "plain"),
+        ("free", "sampled tree", "plain"),
+        ("free", "EAGLE-3 of few tokens", "plain"),
+        ("masked", "chain", "plain"),
+        ("free", "prompt lookup", "plain"),
+        ("free", "the target itself", "plain"),
+        ("free", "static tree", "plain"),
+        ("free", "dynamic tree", "plain"),
+        ("chosen", "chain", "plain"),
+        ("chosen", "chain", "hybrid"),
     ],
 )
 def test_every_text_is_the_oracles(kinds: Kinds, drafter: str, model: str) -> None:
@@ -135,7 +127,7 @@ def test_every_text_is_the_oracles(kinds: Kinds, drafter: str, model: str) -> No
     assert [list(tokens) for tokens in results] == texts[:3] + texts[4:]
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_log_probabilities_are_those_of_masked_steps_and_nothing_is_compiled() -> None:
     def run(kinds: Kinds) -> tuple[list[Any], list[Any]]:
         served._loop._constrained.kinds = kinds

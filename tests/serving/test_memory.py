@@ -216,7 +216,7 @@ def test_free_memory_is_what_linux_and_the_container_leave(tmp_path) -> None:
 # --- masks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_programs_of_masked_steps_need_little_more_memory_than_free_ones() -> None:
     """Check XLA's plans for 4 rows with 60 nodes: no mask of all nodes is stored unpacked."""
     target = tiny_target(vocab_size=20_000, num_layers=1)

@@ -25,7 +25,7 @@ def directory(tmp_path):
     return tmp_path
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_two_processes_serve_the_texts_that_one_does(directory) -> None:
     """Split the rows over ``data``, and the parameters over ``model``.
 

@@ -110,7 +110,7 @@ def test_every_text_is_that_of_generate(target, name) -> None:
         assert compilations() == before
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_rows_with_a_grammar_and_log_probabilities_have_penalties_too(target) -> None:
     tokenizer = small_tokenizer()
     compiled = specjax.grammars.GrammarCompiler(tokenizer, VOCABULARY).compile(GRAMMAR)
@@ -152,7 +152,7 @@ def test_rows_with_a_grammar_and_log_probabilities_have_penalties_too(target) ->
     np.testing.assert_allclose([logprob.logprob for logprob in logprobs], of_model, atol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_count_that_is_lost_at_a_preemption_changes_the_text(target, monkeypatch) -> None:
     """Check that the tests would notice it, if generated tokens counted as the prompt's."""
     adjustments = EngineLoop._adjustments

@@ -76,9 +76,11 @@ def test_pieces_and_trees_are_as_the_whole(zoo_model, name) -> None:
     check_tree(target, tokens, cache, tolerance)
 
 
-@pytest.mark.full_except("deepseek_v32", "gemma4 E2B", "gpt_oss", "mimo_v2_flash", "qwen3_5")
-@pytest.mark.thorough_except(*zoo.ONE_OF_EACH_KIND)
-@pytest.mark.parametrize("name", zoo.cases())
+@pytest.mark.full_except(
+    "deepseek_v32", "gemma4 E2B", "gpt_oss", "llama4", "mimo_v2_flash", "qwen3_5"
+)
+@pytest.mark.thorough_except(*zoo.ONE_OF_EACH_KIND, "llama4")
+@pytest.mark.parametrize("name", zoo.cases("llama4"))
 @pytest.mark.represents("paged caches of every kind of entry")
 def test_one_by_one_in_pages_is_as_the_whole(zoo_model, name) -> None:
     target, tokens, expected, tolerance = zoo_model(name)

@@ -133,8 +133,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("qwen3_5-lookup")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "drafter"), PAIRS)
 def test_greedy_texts_are_those_of_transformers(zoo_model, name, drafter) -> None:
     """Prompts on both sides of a chunk's end are in one batch."""

@@ -170,8 +170,7 @@ def test_a_contradictory_history_is_answered_or_refused(path: str) -> None:
         assert check_histories(path, [*CONTRADICTORY.values()], text) >= 5
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("/v1/chat/completions")
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", INTERFACES)
 def test_any_order_of_calls_and_results_is_answered_or_refused(path: str) -> None:
     """Try all orders of up to four of six steps."""

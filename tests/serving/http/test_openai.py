@@ -304,7 +304,18 @@ def test_accepted_text_in_a_stream(client: openai.OpenAI) -> None:
     assert flags == {True, False}
 
 
-@pytest.mark.parametrize("case", BODIES, ids=[case["client"] for case in BODIES])
+def bodies_by_tier() -> list[Any]:
+    """Return all bodies; the second and later ones of a program are thorough."""
+    programs, cases = set(), []
+    for body in BODIES:
+        program = body["client"].partition(",")[0]
+        marks = [pytest.mark.thorough] if program in programs else []
+        programs.add(program)
+        cases.append(pytest.param(body, id=body["client"], marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("case", bodies_by_tier())
 def test_what_real_clients_send_is_answered(client: openai.OpenAI, case: dict[str, Any]) -> None:
     body = dict(case["body"])
     if refused := case.get("refused"):  # by name; the rest is answered

@@ -25,6 +25,7 @@ def counts_of(text: str) -> dict[str, dict[str, float]]:
     return counts
 
 
+@pytest.mark.thorough
 def test_thoughts_answers_and_calls_have_counters_of_their_own() -> None:
     generate = specjax.load("embedded")
     generate.tokenizer.chat_template = template("qwen3")

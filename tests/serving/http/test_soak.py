@@ -82,7 +82,7 @@ def larger(tmp_path_factory) -> Iterator[Server]:
         yield running
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_whoever_stays_gets_a_whole_text_and_whoever_goes_leaves_nothing(server: Shared):
     _hold(Server(server.url, server.process.pid, KEY), "tiny", 30)
 

@@ -49,7 +49,7 @@ def test_a_wrong_budget_is_refused_by_name(kind: str) -> None:
     assert two.param == "thinking_token_budget" and "thinking_budget=1 too" in str(two)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_the_answers_of_an_engine_are_the_oracles() -> None:
     """Check a chat whose template opens the thought, a stream, a completion and refusals."""
     target, model = models()
