@@ -24,7 +24,7 @@ MOST_CPU_SECONDS = 2.0
 """The most that a test of ``make test`` may cost. A slower one carries a marker of `SLOW`."""
 
 MOST_OF_FULL_TIER = 20.0
-"""The most that a test of ``make test-full`` may cost. A slower one carries a marker of `SLOW`."""
+"""The most that a test marked ``full`` may cost. A slower one carries a marker of `SLOW`, too."""
 
 SLOW = ("thorough", "browser", "clients", "kills_alone", "represents")
 """Markers of tests that may cost any time: of other tiers, or without a cheaper replacement."""

@@ -48,8 +48,9 @@ def _mark_cases(config: pytest.Config, items: list[pytest.Item], name: str, tier
         named[test] = set(marker.args)
         if case not in marker.args and not is_early:
             item.add_marker(getattr(pytest.mark, tier))
-    if any("::" in argument for argument in config.args):
-        return  # the user named single cases: the rest are not missing
+    # Where the user named single cases, or asked for the last failures, the rest are not missing.
+    if config.getoption("lf", False) or any("::" in argument for argument in config.args):
+        return
     for test, expected in named.items():
         if missing := sorted(expected - cases[test]):
             raise pytest.UsageError(

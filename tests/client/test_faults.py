@@ -97,7 +97,8 @@ def test_without_faults_drafts_are_accepted_and_the_text_is_the_targets(places, 
         assert outcome.report.finish_reason in ("stop", "length")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
+@pytest.mark.thorough_except("moa")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_what_is_committed_is_the_targets_text_whatever_goes_wrong(places, name) -> None:
     for seed in range(40):

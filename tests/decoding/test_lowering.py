@@ -71,7 +71,7 @@ def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
 
 
 @pytest.mark.full_except("dflash-static")
-@pytest.mark.thorough_except("eagle-static", "eagle3-dynamic", "plain-chain")
+@pytest.mark.thorough_except("plain-chain", "early exit-sampled", "eagle3-dynamic")
 @pytest.mark.parametrize(("method", "shape"), CASES)
 @pytest.mark.represents("lowering for TPUs")
 def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatch) -> None:

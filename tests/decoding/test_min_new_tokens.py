@@ -162,21 +162,15 @@ def p_value(rule: str, draws: int) -> float:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("draws", [25_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "block",
-        *(pytest.param(rule, marks=pytest.mark.thorough) for rule in RULES if rule != "block"),
-    ],
-)
+@pytest.mark.parametrize("draws", [25_000, 1_000_000])
+@pytest.mark.parametrize("rule", list(RULES))
 def test_the_distribution_is_the_one_without_ends(rule, draws) -> None:
     assert p_value(rule, draws) >= conformance.FALSE_ALARM
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("rule", ["block", pytest.param("siblings", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("rule", ["block", "siblings"])
 def test_a_target_that_is_not_masked_fails(rule, monkeypatch) -> None:
     monkeypatch.setattr(verification, "before_temperature", lambda logits, *_, **__: logits)
     assert p_value(rule, 25_000) < conformance.FALSE_ALARM

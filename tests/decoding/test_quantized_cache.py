@@ -106,10 +106,10 @@ def test_sampled_text_is_coupled_to_its_key(name) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("draws", [25_000, pytest.param(500_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("draws", [25_000, 500_000])
 @pytest.mark.parametrize(
     ("method", "shape"),
-    [("draft model", "chain"), pytest.param("early exit", "sampled", marks=pytest.mark.thorough)],
+    [("draft model", "chain"), ("early exit", "sampled")],
 )
 def test_generated_tokens_have_its_exact_distribution(method, shape, draws) -> None:
     target = distribution_target().replace(cache_dtype="int8")

@@ -103,6 +103,12 @@ def test_the_text_is_that_of_plain_decoding(config: str, weights: str) -> None:
         assert drafted.stats.steps.sum() < plain.stats.steps.sum() / 1.5  # it is the target itself
 
 
+@pytest.mark.full
+def test_texts_do_not_depend_on_a_quantized_drafter() -> None:
+    target = target_of(PLAIN, "int8")
+    specjax.conformance.check_coupled(target, DRAFTERS["eagle3"](target))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", list(DRAFTERS))
 def test_quantized_drafters_pass_conformance(name: str) -> None:

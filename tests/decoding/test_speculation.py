@@ -140,7 +140,8 @@ class LimitedByRow(Wrapper[Any]):
         return draft.limited(jnp.resize(jnp.array([0, 1, 9]), root.shape[0])), state
 
 
-@pytest.mark.thorough
+@pytest.mark.full
+@pytest.mark.thorough_except("chain-rejection-25000")
 @pytest.mark.parametrize("draws", [25_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("shape", "rule"),

@@ -249,14 +249,6 @@ def test_the_drafting_loop_ends_with_the_last_row_that_drafts(target) -> None:
 
 
 KEPT = [(kind, name) for kind in ("unlike the target", "the target itself") for name in SHAPES]
-_EVERY_TIME = [
-    ("unlike the target", "chain"),
-    ("unlike the target", "dynamic"),
-    ("the target itself", "chain"),
-]
-KEPT = [
-    pytest.param(*case, marks=[pytest.mark.thorough] * (case not in _EVERY_TIME)) for case in KEPT
-]
 
 
 @pytest.mark.full

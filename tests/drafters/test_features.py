@@ -231,7 +231,7 @@ def test_nodes_of_a_tree_hang_where_they_say(name, shape) -> None:
         assert children == ids[np.argsort(-logits)[: len(children)]].tolist()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize(
     "name", ["mtp", *[pytest.param(name, marks=pytest.mark.thorough) for name in ("eagle3", "moa")]]

@@ -169,9 +169,7 @@ def test_it_is_lossless_on_a_gemma(both, shape) -> None:
     specjax.conformance.check(target, dataclasses.replace(drafter, draft=shape))
 
 
-WINDOWED = pytest.param(
-    {"sliding_window": 3, "windowed_layers": (0,)}, marks=pytest.mark.thorough, id="windows"
-)
+WINDOWED = pytest.param({"sliding_window": 3, "windowed_layers": (0,)}, id="windows")
 
 
 @pytest.mark.thorough

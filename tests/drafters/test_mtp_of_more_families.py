@@ -227,10 +227,7 @@ def test_the_modules_pass_conformance(published) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("published", "sizes"),
-    [
-        pytest.param("mimo_v2", (1, 2), marks=pytest.mark.thorough),
-        ("mimo_v2", (2, 1)),
-    ],
+    [("mimo_v2", (1, 2)), ("mimo_v2", (2, 1))],
     indirect=["published"],
 )
 def test_modules_with_a_window_in_pages_on_a_mesh(published, sizes) -> None:

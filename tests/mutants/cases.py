@@ -20,8 +20,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Raises:
         pytest.UsageError: with all such cases.
     """
-    if any("::" in argument for argument in config.args):
-        return  # the user named single cases: the rest are not missing
+    # Where the user named single cases, or asked for the last failures, the rest are not missing.
+    if config.getoption("lf", False) or any("::" in argument for argument in config.args):
+        return
     if problems := problems_of(CATALOGUE, items):
         raise pytest.UsageError("\n".join(problems))
 

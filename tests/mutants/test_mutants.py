@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import cases
 from tests.mutants.__main__ import TABLE
-from tests.mutants.cases import problems_of
 from tests.mutants.catalogue import CATALOGUE
 from tests.mutants.mutant import Mutant
 from tests.mutants.trial import NOT_IN_MAKE_TEST, ROOT, Copy, Outcome, table_of
@@ -111,10 +111,23 @@ def test_named_cases_must_exist_and_run_every_time(pytester) -> None:
         tests=(*(f"{file}::test_pairs[{name}]" for name in names), "elsewhere.py::test[other]"),
         breaks="Pairs are wrong.",
     )
-    assert problems_of([mutant], items) == [
+    assert cases.problems_of([mutant], items) == [
         f"mutant pair: {file}::test_pairs[late] is full",
         f"mutant pair: there is no case {file}::test_pairs[other]",
     ]
+
+
+def test_a_run_is_refused_only_if_a_whole_file_lacks_a_case(pytester, monkeypatch) -> None:
+    pytester.makeini("[pytest]\nmarkers = full")
+    file = pytester.makepyfile(CASES).name
+    mutant = replace(MUTANT, tests=(f"{file}::test_pairs[late]",))
+    monkeypatch.setattr(cases, "CATALOGUE", [mutant])
+    plugins = ("-p", "tests.tiers", "-p", "tests.mutants.cases", "-p", "no:xdist")
+    refused = pytester.runpytest_inprocess(*plugins, "-k", "early")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"mutant or-equal: {file}::test_pairs[late] is full" in refused.stderr.str()
+    for options in (("--lf",), (f"{file}::test_pairs",)):
+        pytester.runpytest_inprocess(*plugins, *options).assert_outcomes(passed=2)
 
 
 # --- the runner -----------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def plain_texts(target: Any) -> list[list[int]]:
     return [row[len(PROMPTS[0]) : end].tolist() for row, end in ends]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
+@pytest.mark.thorough_except("8-bit cache")
 @pytest.mark.parametrize("kind", KINDS)
 def test_constrained_texts_come_and_go_with_every_kind(kind) -> None:
     """Check five texts in two rows, with pages for a few of them."""

@@ -10,8 +10,6 @@ from specjax.serving import Engine
 from tests.chat.published_templates import template
 from tests.serving.http.test_app import ask, service_of
 
-pytestmark = pytest.mark.full
-
 
 def counts_of(text: str) -> dict[str, dict[str, float]]:
     """Return the counters of a server by name and region."""
