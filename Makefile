@@ -11,9 +11,10 @@ demo: .venv/installed
 test: .venv-test/installed
 	.venv-test/bin/python -m pytest -n 2 --dist worksteal --timeout 300 --beside-readme
 
-# The rest of what every change must pass: tests that need more than two CPU seconds each.
+# The rest of what every change must pass: tests that need more than two CPU seconds each. FULL_OPTIONS are options of pytest, such
+# as a time limit (tests/time_limit.py).
 test-full: .venv-test/installed
-	.venv-test/bin/python -m pytest -n 2 --dist worksteal -m "full and not thorough and not browser"
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal -m "full and not thorough and not browser" $(FULL_OPTIONS)
 
 # What JAX, flax, optax, orbax and transformers can break, with the newest of each that fits: make test-newest PYTHON=python3.13.
 # Its virtual environment is made once: `make clean` before it for what has come out since. PyTorch is left out, to be sooner

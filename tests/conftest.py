@@ -74,7 +74,14 @@ from specjax.models.config import MLA, Indexer, Layer, LinearAttention, ModelCon
 from specjax.models.memory import Mamba2
 from specjax.models.transformer import Target
 
-pytest_plugins = ["pytester", "tests.buckets", "tests.costs", "tests.mutants.cases", "tests.tiers"]
+pytest_plugins = [
+    "pytester",
+    "tests.buckets",
+    "tests.costs",
+    "tests.mutants.cases",
+    "tests.tiers",
+    "tests.time_limit",
+]
 
 # Tracing makes very many small objects and little garbage: with Python's own thresholds, the search
 # for garbage takes 5% of the time.

@@ -43,7 +43,8 @@ def run(pytester: pytest.Pytester):
     def run(source: str, *options: str) -> pytest.RunResult:
         pytester.makepyfile(source)
         return pytester.runpytest_inprocess(
-            "-p", "tests.tiers", "-p", "tests.costs", "-p", "no:xdist", *options
+            *("-p", "tests.tiers", "-p", "tests.costs", "-p", "tests.time_limit"),
+            *("-p", "no:xdist", *options),
         )
 
     return run
@@ -139,6 +140,26 @@ def test_has_its_own(own): pass
     output = run(source).stdout.str()
     assert "test_has_its_own" in output
     assert "test_shares" not in output
+
+
+def test_a_run_ends_in_time_and_says_what_it_left_out(run) -> None:
+    source = CASES.format(names="'chain'")
+    run(source, "--most-seconds", "1e6").assert_outcomes(passed=5)
+    result = run(source, "--most-seconds", "0")
+    result.assert_outcomes(skipped=5)
+    assert "5 TESTS WERE NOT RUN" in result.stdout.str()
+
+
+def test_files_are_run_in_turns_from_another_first_one(run, pytester) -> None:
+    for number in range(3):
+        pytester.makepyfile(**{f"test_{number}": "def test_a(): pass\ndef test_b(): pass"})
+
+    def order(text: str) -> list[str]:
+        output = run("", "--collect-only", "-q", "--begin-at", text).stdout.str()
+        return re.findall(r"test_(\d)\.py::test_([ab])", output)
+
+    orders = {"".join(map("".join, order(text))) for text in map(str, range(8))}
+    assert orders == {"0a0b1a1b2a2b", "1a1b2a2b0a0b", "2a2b0a0b1a1b"}
 
 
 def test_costs_are_written_and_summed_by_folder(run, pytester) -> None:
