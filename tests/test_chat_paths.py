@@ -136,6 +136,7 @@ def test_requests_take_them_for_one_chat(generator, expected) -> None:
     assert answer.json() == {"input_tokens": len(expected)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",
     ["generate", "evaluate", pytest.param("regenerate", marks=pytest.mark.full)],

@@ -231,8 +231,7 @@ def distributions(tmp_path_factory) -> Path:
     return folder / "dist"
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except(".whl")
+@pytest.mark.thorough
 @pytest.mark.parametrize("suffix", [".whl", ".tar.gz"])
 def test_the_demo_runs_in_an_empty_environment(suffix, distributions, tmp_path) -> None:
     (distribution,) = distributions.glob(f"*{suffix}")

@@ -57,7 +57,7 @@ def test_the_text_of_a_stream_is_that_of_its_events() -> None:
         streaming._text_of(b"HTTP/1.1 500 Internal Server Error\r\n\r\n")
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_run_reports_all_parts_of_each_checkout(tmp_path: Path) -> None:
     config = StreamingConfig(checkouts=(str(ROOT),), clients=2, tokens=100, step=1.0, repeats=1)
     results = streaming.run_all(config)

@@ -296,6 +296,7 @@ def test_a_client_says_whether_an_answer_is_a_chats(chat: bool, monkeypatch) -> 
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("True")
 @pytest.mark.parametrize("chat", [False, True])
 def test_regenerate_says_whether_an_answer_is_a_chats(chat: bool, tmp_path, monkeypatch) -> None:
     file, source = tmp_path / "one.jinja", tmp_path / "source.jsonl"

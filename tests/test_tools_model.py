@@ -187,7 +187,7 @@ def test_a_score_counts_right_tools_calls_and_texts() -> None:
     assert score([*calls, text], [text, right, calls[0]], chats) == Score(3, 2, 1, 2, 1)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_answers_are_read_from_the_text_that_a_model_writes(target: Target) -> None:
     chats = held_out(2, 300, 400)
     scores = evaluate(target, TOKENIZER, chats, batch=2)
@@ -197,7 +197,7 @@ def test_answers_are_read_from_the_text_that_a_model_writes(target: Target) -> N
     assert scores["all"].calls == 0
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path: Path) -> None:
     stages = (Stage(rows=ROWS, length=384),)
     whole = train(tmp_path / "whole", stages, 4, checkpoint_every=1, measured=0)

@@ -49,8 +49,7 @@ READ = (
 FIRST = "from specjax.cli.silence import silence; silence(); silence();"
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("a type that transformers does not know")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_configuration_that_transformers_remarks_on_is_read_in_silence(tmp_path, name) -> None:
     """Check that commands alone are silent: the library passes the remarks on."""

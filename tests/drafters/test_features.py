@@ -294,6 +294,7 @@ def test_unrolled_steps_are_what_the_drafter_infers(name) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.thorough_except("eagle3")
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "moa"])
 def test_what_is_remembered_comes_from_the_target(name) -> None:
     """Check that after a generation the cache equals one from reading the text at once.

@@ -236,7 +236,7 @@ WARNING = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_sampled_text_of_different_tokenizers_is_plain_text(pair) -> None:
     target, draft = pair
     plain = specjax.load(target)

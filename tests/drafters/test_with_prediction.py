@@ -110,7 +110,7 @@ def test_after_a_mismatch_the_copy_goes_on(varied, text, edit) -> None:
     assert result.stats.steps[0] <= -(-NEW // 9) + unknown + 4
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [

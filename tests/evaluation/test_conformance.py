@@ -180,7 +180,7 @@ WINDOWED = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["early exit", *WINDOWED])
 def test_a_target_with_windows_is_rolled_back_like_any_other(method) -> None:
     windowed = tiny_target(num_layers=3, sliding_window=4, windowed_layers=(0, 2))

@@ -132,12 +132,10 @@ ALL = [
     if (m not in ("plain", "prompt lookup", "prediction") or s == "chain")
     and (m, s) != ("token recycling", "sampled")
 ]
-OFTEN = [("mtp", "static")]
-CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in OFTEN)) for case in ALL]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("method", "shape"), CASES)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("method", "shape"), ALL)
 def test_every_drafter_with_every_shape(method, shape) -> None:
     target = target_for(method)
     conformance.check(target, METHODS[method](target, SHAPES[shape]), come_and_go=False)

@@ -94,7 +94,7 @@ def test_a_text_whose_masks_take_too_long_ends(compiler, monkeypatch) -> None:
     assert steps < 200
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_row_that_ends_by_a_limit_ends_alone() -> None:
     tokenizer = specjax.load("embedded").tokenizer
     with make_engine(tokenizer) as engine:

@@ -84,8 +84,7 @@ MODELS = {
 OFTEN = ("hybrid", "beside attention", "sharing", "qwen3_moe")
 
 
-@pytest.mark.full
-@pytest.mark.thorough_except("hybrid")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in MODELS],

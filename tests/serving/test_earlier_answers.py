@@ -286,7 +286,7 @@ def test_a_running_text_keeps_its_segment_while_other_tenants_come(target, monke
         assert answers.newest(Tenant("a")) == version
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_many_tenants_take_turns_in_few_rows(target) -> None:
     """Check that the drafts of each are as if it were alone, and texts that are preempted."""
     tenants = [str(number) for number in range(5)]

@@ -1291,7 +1291,7 @@ def test_prompts_take_turns_also_where_the_target_keeps_states(monkeypatch) -> N
         check_turns(hybrid, engine, monkeypatch)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_states() -> None:
     hybrid = tiny_target(**HYBRID)
     random = np.random.default_rng(4)

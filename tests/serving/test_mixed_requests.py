@@ -212,6 +212,7 @@ def check(draft: Any, count: int, seed: int) -> dict[str, int]:
 
 @pytest.mark.full
 @pytest.mark.thorough_except("draft1-60")
+@pytest.mark.represents("requests of every kind beside each other, preempted and cancelled")
 @pytest.mark.parametrize(
     ("draft", "count"),
     [

@@ -50,7 +50,7 @@ def test_the_peak_is_that_of_a_step_or_of_an_evaluation() -> None:
     assert held_out["tokens"].shape == (1, 17)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_a_mesh_divides_what_a_device_holds(tmp_path, capsys) -> None:
     (tmp_path / "run.yaml").write_text(
         "output: run\nmethod: {name: eagle3, target: embedded}\ndata: {window: 16, batch: 4}\n"
