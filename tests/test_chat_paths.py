@@ -136,10 +136,9 @@ def test_requests_take_them_for_one_chat(generator, expected) -> None:
     assert answer.json() == {"input_tokens": len(expected)}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",
-    ["generate", "evaluate", pytest.param("regenerate", marks=pytest.mark.full)],
+    ["generate", "evaluate", pytest.param("regenerate", marks=pytest.mark.thorough)],
 )
 def test_commands_take_them(command, template, expected, tmp_path, monkeypatch) -> None:
     source = tmp_path / "source.jsonl"

@@ -32,6 +32,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _mark_cases(config, items, name, tier)
 
 
+def is_of_single_cases(config: pytest.Config) -> bool:
+    """Return whether the user asked for single cases, or for the last failures.
+
+    Then cases that were not collected are not missing.
+    """
+    return config.getoption("lf", False) or any("::" in argument for argument in config.args)
+
+
 def _mark_cases(config: pytest.Config, items: list[pytest.Item], name: str, tier: str) -> None:
     cases = defaultdict(set)
     named = {}
@@ -48,8 +56,7 @@ def _mark_cases(config: pytest.Config, items: list[pytest.Item], name: str, tier
         named[test] = set(marker.args)
         if case not in marker.args and not is_early:
             item.add_marker(getattr(pytest.mark, tier))
-    # Where the user named single cases, or asked for the last failures, the rest are not missing.
-    if config.getoption("lf", False) or any("::" in argument for argument in config.args):
+    if is_of_single_cases(config):
         return
     for test, expected in named.items():
         if missing := sorted(expected - cases[test]):

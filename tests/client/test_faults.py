@@ -101,7 +101,7 @@ def test_without_faults_drafts_are_accepted_and_the_text_is_the_targets(places, 
 @pytest.mark.thorough_except("moa")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_what_is_committed_is_the_targets_text_whatever_goes_wrong(places, name) -> None:
-    for seed in range(20):
+    for seed in range(40):
         places(name).check(seed)
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.mutants.catalogue import CATALOGUE
 from tests.mutants.mutant import Mutant
 from tests.mutants.trial import NOT_IN_MAKE_TEST
+from tests.tiers import is_of_single_cases
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -20,8 +21,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Raises:
         pytest.UsageError: with all such cases.
     """
-    # Where the user named single cases, or asked for the last failures, the rest are not missing.
-    if config.getoption("lf", False) or any("::" in argument for argument in config.args):
+    if is_of_single_cases(config):
         return
     if problems := problems_of(CATALOGUE, items):
         raise pytest.UsageError("\n".join(problems))
