@@ -78,8 +78,8 @@ pytest_plugins = [
     "pytester",
     "tests.buckets",
     "tests.costs",
-    "tests.mutants.cases",
     "tests.tiers",
+    "tests.mutants.cases",  # imports the one before it
     "tests.time_limit",
 ]
 
