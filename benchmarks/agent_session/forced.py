@@ -21,7 +21,6 @@ from specjax.decoding.state import DecodeState
 from specjax.drafters import Drafter
 from specjax.drafters.methods.suffix import Suffix
 from specjax.drafters.suffix_index import SuffixIndex
-from specjax.drafters.text_search import in_segment
 from specjax.drafters.together import Together
 from specjax.drafts.draft import Draft
 from specjax.models.transformer import Output, Target
@@ -249,7 +248,7 @@ def _run_rows(
     options = decoding.GenerationOptions(max_new_tokens=outputs, eos_token_ids=())
     started, state = decoding.start(target, drafter, prompts, lengths, options, capacity=capacity)
     segments = jnp.where(jnp.array([part.sizes[0] > 0 for part in of_rows]), jnp.arange(ROWS), -1)
-    state = replace(state, drafter=in_segment(state.drafter, segments))
+    state = replace(state, drafter=started.in_segment(state.drafter, segments))
     records = []
     while not bool(jnp.all(state.done)):
         state, record = run_steps(target, started, state)

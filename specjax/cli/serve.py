@@ -98,7 +98,7 @@ class ServeConfig:
             predictions.
         earlier_answers: number of tokens of earlier answers that are kept in memory for each API
             key and cache_salt, for later answers to be drafted from, such as 65536; it needs
-            --drafter suffix, alone or together with others. 0 keeps none.
+            --drafter suffix or token-recycling, alone or together with others. 0 keeps none.
         grammars: "on" lets requests constrain their texts by JSON schemas, regexes and grammars;
             "auto" does so wherever it is supported, and "off" saves the memory of the programs.
         grammar_characters: maximum number of characters of a grammar.

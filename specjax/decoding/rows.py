@@ -37,7 +37,6 @@ from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import Logprobs, Stats
 from specjax.drafters.base import Committed, Drafter, start_drafter
 from specjax.drafters.pausable import ROOM, Pausable
-from specjax.drafters.text_search import in_segment
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.speculation import NO_LIMIT
 from specjax.models.cache import KVCache, PagedCache, by_group, groups_of
@@ -330,7 +329,8 @@ def admit(
         count = jnp.asarray(text.predicted, jnp.int32)
         drafter_state = drafter.predict(drafter_state, tokens[None], count[None])
     if text.segment is not None:
-        drafter_state = in_segment(drafter_state, jnp.asarray(text.segment, jnp.int32))
+        segments = jnp.asarray(text.segment, jnp.int32)[None]
+        drafter_state = drafter.in_segment(drafter_state, segments)
     new_row = replace(
         new_row,
         cache=replace(new_row.cache, states=prefix_row.states),

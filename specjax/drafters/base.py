@@ -507,6 +507,18 @@ class Drafter(OneLine, KeyedByClass, Generic[State]):
         """
         return self.append_remote(target, state, RemoteFeatures(tokens, following, {}, count)), ()
 
+    def in_segment(self, state: State, segments: jax.Array) -> State:
+        """Return the state of rows that draft from earlier answers, too.
+
+        An engine with ``earlier_answers`` calls it for a new row, before its prompt is read. Only
+        drafters with `specjax.drafters.methods.suffix.Suffix.answers` or the like do anything.
+
+        Args:
+            state: a state of rows without committed tokens.
+            segments: ``[B]`` int32, the segment of the index of answers for each row; -1: none.
+        """
+        return state
+
     def prompts_read(
         self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache
     ) -> State:

@@ -190,6 +190,20 @@ class SuffixIndex:
             largest=self.largest,
         )
 
+    def tokens_of(self, segments: jax.Array) -> jax.Array:
+        """Return the tokens ``[B, M]`` of ``segments [B]``; `NO_TOKEN` everywhere for segment -1.
+
+        Examples:
+            >>> from specjax.drafters.suffix_index import SuffixIndex
+            >>> index = SuffixIndex.empty(segments=2, capacity=4)
+            >>> index = index.put(1, SuffixIndex.of([[5, 7]], capacity=4))
+            >>> index.tokens_of(jnp.array([1, -1])).tolist()
+            [[5, 7, -1, -1, -1], [-1, -1, -1, -1, -1]]
+        """
+        by_segment = self.tokens.reshape(len(self.sizes), -1)
+        tokens = by_segment[jnp.maximum(segments, 0)]
+        return jnp.where(segments[:, None] >= 0, tokens, NO_TOKEN)
+
     def put(self, segment: jax.Array | int, texts: "SuffixIndex") -> "SuffixIndex":
         """Return the index with other texts in a ``segment``.
 

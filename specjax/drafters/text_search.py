@@ -1,7 +1,6 @@
 """The text of each row as a drafter's state, and the search in it."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,22 +94,6 @@ class RowTexts:
         rows = jnp.arange(self.tokens.shape[0])[:, None, None]
         period = jnp.maximum(self.lengths[:, None] - starts, 1)[..., None]
         return self.tokens[rows, starts[..., None] + jnp.arange(depth) % period]
-
-
-def in_segment(state: Any, segment: jax.Array) -> Any:
-    """Return the state of a drafter whose rows search a segment.
-
-    Args:
-        state: the state of any drafter, such as one that has others as parts.
-        segment: a scalar int32, or ``[B]``; -1: none.
-    """
-
-    def change(part: Any) -> Any:
-        if not isinstance(part, RowTexts) or part.segments is None:
-            return part
-        return replace(part, segments=jnp.broadcast_to(segment, part.segments.shape))
-
-    return jax.tree.map(change, state, is_leaf=lambda part: isinstance(part, RowTexts))
 
 
 class TextSearch(Drafter[RowTexts]):

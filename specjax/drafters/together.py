@@ -192,6 +192,12 @@ class Together(Drafter[PartStates]):
             for part, part_state in zip(self.parts, state, strict=True)
         )
 
+    def in_segment(self, state: PartStates, segments: jax.Array) -> PartStates:
+        return tuple(
+            part.in_segment(part_state, segments)
+            for part, part_state in zip(self.parts, state, strict=True)
+        )
+
     def prompts_read(
         self, target: Target, state: PartStates, tokens: jax.Array, cache: KVCache | PagedCache
     ) -> PartStates:

@@ -142,6 +142,9 @@ class Wrapper(Drafter[State]):
         )
         return self.with_own(state, wrapped_state), entries
 
+    def in_segment(self, state: State, segments: jax.Array) -> State:
+        return self.with_own(state, self.wrapped.in_segment(self.own_state(state), segments))
+
     def prompts_read(
         self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache
     ) -> State:

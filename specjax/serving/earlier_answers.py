@@ -1,10 +1,11 @@
 """The earlier answers of each tenant, which its later texts draft from.
 
 Agents write again what they wrote before. So the engine keeps the newest answers of each tenant in
-a `SuffixIndex`, from which the drafter `specjax.drafters.Suffix` copies. Acceptance can be seen in
-the time of an answer, so what one tenant wrote must change no draft of another one: each has an
-index of its own, with a size of its own, and its oldest answers go for its own new ones alone. Only
-whether a new tenant finds a place, among so many, depends on others.
+a `SuffixIndex`. The drafter `specjax.drafters.Suffix` copies from it, and the tables of
+`specjax.drafters.TokenRecycling` begin with it. Acceptance can be seen in the time of an answer, so
+what one tenant wrote must change no draft of another one: each has an index of its own, with a size
+of its own, and its oldest answers go for its own new ones alone. Only whether a new tenant finds a
+place, among so many, depends on others.
 
 The host inserts each answer into the sorted index of its tenant, in a thread of low priority. No
 step of a single process waits for that: until it is done, drafts come from the index before. For
@@ -26,6 +27,7 @@ import numpy as np
 from specjax.arguments import is_whole
 from specjax.drafters import Drafter
 from specjax.drafters.methods.suffix import Suffix
+from specjax.drafters.methods.token_recycling import TokenRecycling
 from specjax.drafters.suffix_index import SHORTEST_CONTEXT, SuffixIndex
 from specjax.errors import InputError
 from specjax.serving.pages import Tenant
@@ -313,12 +315,17 @@ class TenantSegments:
 
 
 def with_index(drafter: _Drafters, answers: SuffixIndex | None) -> _Drafters:
-    """Return a drafter, or the drafters of a list, whose suffix drafters search ``answers``."""
+    """Return a drafter, or the drafters of a list, with the index of ``answers`` to draft from."""
     return jax.tree.map(
-        lambda part: replace(part, answers=answers) if isinstance(part, Suffix) else part,
+        lambda part: replace(part, answers=answers) if _reads_answers(part) else part,
         drafter,
-        is_leaf=lambda part: isinstance(part, Suffix),
+        is_leaf=_reads_answers,
     )
+
+
+def _reads_answers(part: Any) -> bool:
+    """Return whether a drafter drafts from earlier answers, if there are any."""
+    return isinstance(part, Suffix | TokenRecycling)
 
 
 def index_bytes(rows: int, capacity: int) -> int:
@@ -350,9 +357,9 @@ def check_answers(capacity: int, drafter: Drafter) -> None:
     Raises:
         InputError: It cannot. The message says why.
     """
-    parts = jax.tree.leaves(drafter, is_leaf=lambda part: isinstance(part, Suffix))
-    if capacity and not any(isinstance(part, Suffix) for part in parts):
+    parts = jax.tree.leaves(drafter, is_leaf=_reads_answers)
+    if capacity and not any(map(_reads_answers, parts)):
         raise InputError(
-            f"earlier_answers={capacity}: the drafter does not search them; give a suffix drafter"
-            " (--drafter suffix), alone or together with others"
+            f"earlier_answers={capacity}: the drafter does not use them; give a suffix drafter"
+            " (--drafter suffix) or token recycling, alone or together with others"
         )

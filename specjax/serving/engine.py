@@ -131,9 +131,9 @@ class Engine:
             thought_tokens: the two texts that begin and end a thought, for requests with a thinking
                 budget, such as ``("<think>", "</think>")``; None: the tokenizer states them.
             earlier_answers: the number of tokens of earlier answers that are kept for each tenant,
-                from which its later texts draft. The drafter must be a `specjax.Suffix`, or have
-                one as a part. Each row takes eight bytes for each of these tokens. With 0 a text
-                drafts from itself, and from the drafter's own index.
+                from which its later texts draft. The drafter must be a `specjax.Suffix` or a
+                `specjax.TokenRecycling`, or have one as a part. Each row takes eight bytes for each
+                of these tokens. With 0 a text drafts from itself, and from the drafter's own index.
             client_rows: the largest number of rows for the clients of one owner; None: half of
                 ``rows``, at least 1.
             client_idle_seconds: seconds without a draft after which a client's row may be given to

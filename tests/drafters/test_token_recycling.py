@@ -20,6 +20,7 @@ from specjax.drafters.methods.token_recycling import (
     _with_pairs,
 )
 from specjax.drafters.registry import load_drafter
+from specjax.drafters.suffix_index import SuffixIndex
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.errors import InputError
 from specjax.sampling import Rule, Sampling, noise_of_rows, position_keys
@@ -141,7 +142,8 @@ def test_the_pairs_of_a_text_are_stored_as_if_one_came_after_the_other(vocab) ->
     for _ in range(2):  # the second text meets the lists of the first
         tokens, lengths = rng.integers(0, vocab, (rows, width)), rng.integers(1, width + 1, rows)
         following = np.roll(tokens, -1, axis=1)
-        table = _with_pairs(table, *map(jnp.asarray, (tokens, following, lengths - 1)))
+        are_valid = np.arange(width) < lengths[:, None] - 1
+        table = _with_pairs(table, *map(jnp.asarray, (tokens, following, are_valid)))
         for row, length in enumerate(lengths):
             expected[row] = slow_pairs(expected[row], tokens[row, :length].tolist(), size)
     for row in range(rows):
@@ -149,6 +151,24 @@ def test_the_pairs_of_a_text_are_stored_as_if_one_came_after_the_other(vocab) ->
     is_pair = np.asarray(table.tokens) >= 0
     np.testing.assert_allclose(np.asarray(table.logprobs)[is_pair], np.log(0.5), rtol=1e-6)
     assert max(len(entries) for lists in expected for entries in lists.values()) == min(size, vocab)
+
+
+@pytest.mark.full
+def test_a_table_begins_with_the_pairs_of_its_segment() -> None:
+    target, answers = tiny_target(), SuffixIndex.empty(segments=2, capacity=13)
+    texts = {0: [[7, 7]], 1: [[5, 1, 2], [1, 3, 5], [5, 4, 1, 2]]}
+    for segment, parts in texts.items():
+        answers = answers.put(segment, SuffixIndex.of(parts, capacity=13))
+    drafter = TokenRecycling(2, Chain(2), answers=answers)
+    segments = [1, -1, 0]
+    table = drafter.in_segment(drafter.start(target, 3, 16), jnp.array(segments))
+    for row, segment in enumerate(segments):
+        expected: dict[int, list[int]] = {}
+        for text in texts.get(segment, []):  # no pair of the end of a text and the next one
+            expected = slow_pairs(expected, text, 2)
+        assert lists_of(table, row) == expected
+    before = drafter.start(target, 3, 16)
+    assert drafter.replace(answers=None).in_segment(before, jnp.array(segments)) is before
 
 
 def test_of_equal_tokens_the_deepest_accepted_node_is_stored() -> None:

@@ -25,7 +25,14 @@ HOOKS = [
 ]
 PROPERTIES = [name for name in HOOKS if not callable(getattr(Drafter, name))]
 METHODS = [name for name in HOOKS if name not in PROPERTIES]
-RETURN_STATES = {"append_committed", "append_remote", "prompts_read", "update", "from_prefix_state"}
+RETURN_STATES = {
+    "append_committed",
+    "append_remote",
+    "in_segment",
+    "prompts_read",
+    "update",
+    "from_prefix_state",
+}
 RETURN_STATES |= {"after_merge"}
 STATES = {"state", "fresh", "before", "proposed"}
 RETURN_STATE_SECOND = {"propose"}

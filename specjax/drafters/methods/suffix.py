@@ -56,7 +56,7 @@ class Suffix(TextSearch):
             capacity needs no compilation: ``drafter.replace(index=…)``.
         answers: other texts with a segment for each owner, such as the earlier answers of a
             server's tenants; None: there are none. A row searches the segment that
-            `specjax.drafters.text_search.in_segment` gives it, and at first none: only an engine
+            `in_segment` gives it, and at first none: only an engine
             with ``earlier_answers`` sets it.
         least_share: a path is drafted only if the product of its shares is at least this. From 0
             to 1.
@@ -123,6 +123,9 @@ class Suffix(TextSearch):
 
     def start(self, target: Target, batch: int, capacity: int) -> RowTexts:
         return RowTexts.empty(batch, capacity, has_segments=self.answers is not None)
+
+    def in_segment(self, state: RowTexts, segments: jax.Array) -> RowTexts:
+        return state if self.answers is None else replace(state, segments=segments)
 
     def propose(
         self,

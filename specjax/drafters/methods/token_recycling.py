@@ -6,8 +6,9 @@ stored in an *adjacency table*, which has the k likeliest next tokens after each
 draft is a tree whose children are looked up there. Nothing is trained, and drafting reads no
 weights.
 
-Every row has a table of its own, which is empty when its text begins. So what is drafted for a text
-depends on this text alone: not on other texts of the batch, and not on other users of a server.
+Every row has a table of its own, so what is drafted for a text does not depend on other texts of
+the batch, or on other users of a server. When a text begins the table is empty, or has what
+followed each token in the earlier answers of the same tenant, if an engine keeps them.
 """
 
 from dataclasses import replace
@@ -21,6 +22,7 @@ from specjax import sharding
 from specjax.drafters.base import Committed, Drafter
 from specjax.drafters.candidates import NO_CANDIDATE, CandidateTokens, ranked
 from specjax.drafters.expansion import Frontier, expand
+from specjax.drafters.suffix_index import NO_TOKEN, SuffixIndex
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, halvings
 from specjax.errors import InputError
@@ -90,13 +92,18 @@ class TokenRecycling(Drafter[AdjacencyTable]):
 
     Differs from the paper in two ways. The table has probabilities beside the tokens, so that
     dynamic trees can grow where the target was certain, and coupled sampling can choose the tokens
-    that the target is likely to draw. The table belongs to one text, and not to all texts.
+    that the target is likely to draw. And the table belongs to one text, and not to all texts: of
+    earlier answers it has the tokens that followed each other, and not those that were rejected.
 
     Attributes:
         successors: the number of next tokens that are stored for each token, k. A row stores 8 k
             bytes for each token of the vocabulary.
         draft: the shape of the drafts: any but a `SampledTree`, because tokens are looked up and
             not sampled. No node has more than ``successors`` children.
+        answers: other texts with a segment for each owner, such as the earlier answers of a
+            server's tenants; None: there are none. A row's table begins with the pairs of tokens
+            in the segment that `in_segment` gives it: only an engine with ``earlier_answers``
+            gives one.
 
     Examples:
         >>> drafter = specjax.TokenRecycling(draft=specjax.DynamicTree(top_k=3, depth=3, nodes=8))
@@ -109,6 +116,7 @@ class TokenRecycling(Drafter[AdjacencyTable]):
     draft: DraftShape | int = struct.field(
         pytree_node=False, default=DynamicTree(top_k=8, depth=6, nodes=48)
     )
+    answers: SuffixIndex | None = struct.field(default=None, kw_only=True)
     grows_trees: ClassVar[bool] = True
 
     @property
@@ -151,6 +159,19 @@ class TokenRecycling(Drafter[AdjacencyTable]):
 
         return AdjacencyTable(empty(NO_SUCCESSOR, jnp.int32), empty(-jnp.inf, jnp.float32))
 
+    def in_segment(self, state: AdjacencyTable, segments: jax.Array) -> AdjacencyTable:
+        if self.answers is None:
+            return state
+        tokens = self.answers.tokens_of(segments)
+        following = jnp.roll(tokens, -1, axis=1)
+        is_pair = (tokens != NO_TOKEN) & (following != NO_TOKEN)
+        # Without answers nothing is sorted.
+        return jax.lax.cond(
+            jnp.any(is_pair),
+            lambda: _with_pairs(state, tokens, following, is_pair),
+            lambda: state,
+        )
+
     def prompts_read(
         self,
         target: Target,
@@ -160,7 +181,8 @@ class TokenRecycling(Drafter[AdjacencyTable]):
     ) -> AdjacencyTable:
         # All at once at the end, and not chunk by chunk: so a prefix that is shared with another
         # request needs no table of its own.
-        return _with_pairs(state, tokens, jnp.roll(tokens, -1, axis=1), cache.length)
+        were_read = _first(cache.length, tokens.shape[1])
+        return _with_pairs(state, tokens, jnp.roll(tokens, -1, axis=1), were_read)
 
     def propose(
         self,
@@ -199,7 +221,8 @@ class TokenRecycling(Drafter[AdjacencyTable]):
     ) -> AdjacencyTable:
         likely = committed.likely
         if likely is None:  # the tokens were committed while the drafter was paused
-            return _with_pairs(state, committed.tokens, committed.following, committed.count)
+            are_valid = _first(committed.count, committed.tokens.shape[1])
+            return _with_pairs(state, committed.tokens, committed.following, are_valid)
         was_read = jnp.pad(draft.drafted, ((0, 0), (1, 0)), constant_values=True)
         # A row that has finished keeps its table. NaN: not read, or an error of the target.
         was_read &= (verdict.count > 0)[:, None] & ~jnp.any(jnp.isnan(likely.logprobs), axis=-1)
@@ -228,18 +251,23 @@ def _newest_of_each_token(tokens: jax.Array, was_read: jax.Array, verdict: Verdi
     return was_read & ~jnp.any(same & (rank[:, None] > rank[:, :, None]), axis=-1)
 
 
+def _first(count: jax.Array, size: int) -> jax.Array:
+    """Return a mask ``[B, size]`` of the first ``count [B]`` places of each row."""
+    return jnp.arange(size) < count[:, None]
+
+
 def _with_pairs(
-    table: AdjacencyTable, tokens: jax.Array, following: jax.Array, count: jax.Array
+    table: AdjacencyTable, tokens: jax.Array, following: jax.Array, are_valid: jax.Array
 ) -> AdjacencyTable:
     """Return the table after ``following [B, T]`` came after ``tokens [B, T]`` in the text.
 
-    The first ``count [B]`` pairs are valid. The newest followers of a token become the first of its
-    list. The target's probability of a follower is not known, and is taken for 1/2. So the table is
-    the same whether pairs are added one by one or together.
+    Pairs count where ``are_valid [B, T]`` says so. The newest followers of a token become the first
+    of its list. The target's probability of a follower is not known, and is taken for 1/2. So the
+    table is the same whether pairs are added one by one or together.
     """
     vocab, size = table.tokens.shape[1:]
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    tokens = jnp.where(index < count[:, None], tokens, vocab)
+    tokens = jnp.where(are_valid, tokens, vocab)
     # Sort the pairs, equal ones next to each other and the newest of them first.
     token, follower, age = jax.lax.sort((tokens, following, -index), dimension=1, num_keys=3)
     is_repeated = (token == _before(token, 1)) & (follower == _before(follower, 1))
