@@ -564,7 +564,14 @@ PUBLISHED: dict[str, ModelConfig] = {
         num_key_value_heads=8,
         full_attn_idxs=[2, 5, 8, 10, 12, 14],
     ),
-    "kimi-linear-48b-a3b": _by_fields("kimi_linear"),
+    # Its last layer has attention, too.
+    "kimi-linear-48b-a3b": _by_fields(
+        "kimi_linear",
+        layer_types=[
+            "full_attention" if layer % 4 == 3 or layer == 26 else "linear_attention"
+            for layer in range(27)
+        ],
+    ),
 }
 """The configurations by lower-case name."""
 
