@@ -24,6 +24,7 @@ from benchmarks.agent_session.recorded import (
 )
 from benchmarks.agent_session.script import FILES, TURNS, VISITS, ScriptTurn, make_script
 from benchmarks.agent_session.tables import rows_of as forced_rows
+from benchmarks.agent_session.tables import table_by_category
 from benchmarks.tools_model.encoding import make_tokenizer
 from specjax import Chain, DynamicTree, PromptLookup, Suffix, Together
 from specjax.drafters.suffix_index import SuffixIndex
@@ -270,6 +271,31 @@ def test_tables_compare_with_the_best_single_drafter() -> None:
     assert [row["per_step"] for row in rows] == [2, 3, 4]
     assert rows[-1]["against_best"] == pytest.approx(4 / 3)
     assert (rows[-1]["better"], rows[-1]["worse"], rows[-1]["best"]) == (1, 0, "b")
+
+
+def test_the_parts_of_a_union_have_shares_by_category() -> None:
+    def answer(kind: str, steps: int, by_part: list[int], only_by_part: list[int]) -> dict:
+        return {
+            **{"kind": kind, "tokens": 10, "steps": steps, "worse_steps": 0},
+            **{"by_part": by_part, "only_by_part": only_by_part},
+        }
+
+    answers = [
+        answer("edits", 6, [3, 2], [2, 1]),
+        answer("shown", 2, [8, 0], [8, 0]),
+        answer("edits", 6, [4, 1], [3, 0]),
+    ]
+    union = {"parts": ["A", "B"], "answers": answers}
+    single = {"parts": [], "answers": [answer("edits", 6, [], [])] * 3}
+    session = {"facts": {}, "drafters": {"a": single, "a + b": union}}
+    assert table_by_category({"first": session, "second": {"drafters": {"a": single}}}) == (
+        "| session | union | part | edits: offered by, only by | shown: offered by, only by |\n"
+        "|---|---|---|---:|---:|\n"
+        "| first | a + b | A | 87.5%, 62.5% | 100.0%, 100.0% |\n"
+        "| first | a + b | B | 37.5%, 12.5% | 0.0%, 0.0% |"
+    )
+    (row,) = (row for row in forced_rows(session) if row["parts"])
+    assert row["parts"]["A"] == {"offered": 15 / 16, "only": 13 / 16}  # of all answers
 
 
 def test_the_script_has_40_turns_whose_requests_have_their_calls() -> None:

@@ -36,6 +36,23 @@ def per_step(answers: list[dict[str, Any]], kind: str | None = None) -> float:
     return tokens / steps if steps else float("nan")
 
 
+def shares_of(drafter: dict[str, Any], kind: str | None = None) -> dict[str, dict[str, float]]:
+    """Return the shares of each part in the accepted tokens of the answers of a kind; None: all.
+
+    They are the tokens that it offered, and those that no other part offered.
+    """
+    answers = [answer for answer in drafter["answers"] if kind in (None, answer["kind"])]
+    tokens, steps = totals(answers)
+    accepted = tokens - steps
+    return {
+        part: {
+            label: sum(answer[key][place] for answer in answers) / max(accepted, 1)
+            for label, key in (("offered", "by_part"), ("only", "only_by_part"))
+        }
+        for place, part in enumerate(drafter["parts"])
+    }
+
+
 def rows_of(session: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what the tables state about each drafter of a session.
 
@@ -48,7 +65,6 @@ def rows_of(session: dict[str, Any]) -> list[dict[str, Any]]:
     for name, drafter in drafters.items():
         answers = drafter["answers"]
         pairs = list(zip(answers, single[best], strict=True))
-        accepted = sum(answer["tokens"] - answer["steps"] for answer in answers)
         rows.append(
             {
                 "name": name,
@@ -61,13 +77,7 @@ def rows_of(session: dict[str, Any]) -> list[dict[str, Any]]:
                 "worse": sum(here["steps"] > there["steps"] for here, there in pairs),
                 "steps": totals(answers)[1],
                 "worse_steps": sum(answer["worse_steps"] for answer in answers),
-                "parts": {
-                    part: {
-                        label: sum(answer[key][place] for answer in answers) / max(accepted, 1)
-                        for label, key in (("offered", "by_part"), ("only", "only_by_part"))
-                    }
-                    for place, part in enumerate(drafter["parts"])
-                },
+                "parts": shares_of(drafter),
             }
         )
     return rows
@@ -92,8 +102,25 @@ def table_of(session: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def table_by_category(sessions: dict[str, dict[str, Any]]) -> str:
+    """Return the table of what each part of each union contributed, by kind of answer."""
+    lines = [
+        "| session | union | part | edits: offered by, only by | shown: offered by, only by |",
+        "|---|---|---|---:|---:|",
+    ]
+    for session, results in sessions.items():
+        for union, drafter in results["drafters"].items():
+            edits, shown = (shares_of(drafter, kind) for kind in ("edits", "shown"))
+            for part in drafter["parts"]:
+                cells = (
+                    f"{it[part]['offered']:.1%}, {it[part]['only']:.1%}" for it in (edits, shown)
+                )
+                lines.append(f"| {session} | {union} | {part} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(config: TablesConfig) -> None:
-    """Print a table for each session."""
+    """Print a table for each session, and one of the parts of all unions."""
     results = json.loads(Path(config.results).read_text())
     for name, session in results["sessions"].items():
         facts = {key: value for key, value in session["facts"].items() if key != "commits"}
@@ -105,6 +132,7 @@ def main(config: TablesConfig) -> None:
                 f" {row['steps']} steps"
             )
         print()
+    print(table_by_category(results["sessions"]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ reads slowly does not make the engine look slow.
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +211,7 @@ class _EngineCollector:
         for position, accepted in enumerate(statistics.accepted_at):
             by_position.add_metric([self._model, str(position)], accepted)
         yield by_position
+        yield from self._collect_parts(statistics)
         yield from self._collect_kinds(statistics)
         in_use = GaugeMetricFamily(
             "specjax:draft_in_use", "1: it was used last.", labels=["model_name", "draft"]
@@ -236,6 +237,26 @@ class _EngineCollector:
                 "specjax:client_preemptions", suspended, statistics.clients.preempted
             )
             yield from self._collect_sessions(self._sessions)
+
+    def _collect_parts(self, statistics: Any) -> Iterator[Metric]:
+        """Yield the counters by part of a union. A drafter without parts has no series."""
+        families = {
+            "drafted": ("draft_tokens_per_part", "Drafted tokens that the part offered."),
+            "accepted": ("accepted_tokens_per_part", "Accepted tokens that the part offered."),
+            "accepted_only": (
+                "accepted_only_tokens_per_part",
+                "Accepted tokens that the part offered, and no other part.",
+            ),
+        }
+        parts = statistics.parts
+        names = _different([part.name for part in parts])
+        for field, (name, about) in families.items():
+            family = CounterMetricFamily(
+                f"specjax:spec_decode_num_{name}", about, labels=["model_name", "part"]
+            )
+            for label, part in zip(names, parts, strict=True):
+                family.add_metric([self._model, label], getattr(part, field))
+            yield family
 
     def _collect_kinds(self, statistics: Any) -> Iterator[Metric]:
         """Yield the counters by region and range of context lengths, also those that are 0."""
@@ -313,3 +334,11 @@ class _EngineCollector:
         family = CounterMetricFamily(name, about, labels=["model_name"])
         family.add_metric([self._model], value)
         return family
+
+
+def _different(names: Sequence[str]) -> list[str]:
+    """Return ``names`` with a number behind each that is there before: series have to differ."""
+    earlier = [names[:place].count(name) for place, name in enumerate(names)]
+    return [
+        f"{name} {count + 1}" if count else name for name, count in zip(names, earlier, strict=True)
+    ]

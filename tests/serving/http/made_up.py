@@ -21,6 +21,7 @@ from specjax.serving.http.protocol import ConnectionLimits
 from specjax.serving.http.service import AppOptions, Service
 from specjax.serving.row_kinds import RowKind
 from specjax.serving.scheduler import QueueFullError
+from specjax.serving.statistics import PartStatistics
 from specjax.serving.totals import KindCounts
 
 VOCABULARY = 1024
@@ -169,6 +170,10 @@ class MadeUpEngine:
             "drafted": 15,
             "accepted": 7,
             "accepted_at": (4, 2, 1),
+            "parts": (
+                PartStatistics("DraftModel", drafted=9, accepted=5, accepted_only=3),
+                PartStatistics("Suffix", drafted=8, accepted=4, accepted_only=2),
+            ),
             "draft": "chain:3",
             "kinds": {
                 RowKind("thinking", "256"): KindCounts(4, 11, 3, 9, 6),

@@ -30,6 +30,7 @@ from specjax.serving.http.app import make_app
 from specjax.serving.http.protocol import ConnectionLimits
 from specjax.serving.http.service import MAX_NAMES_LOGGED, AppOptions, Service
 from specjax.serving.http.tokens import TokenTexts
+from specjax.serving.statistics import PartStatistics
 from specjax.text import GrowingText, load_tokenizer
 from tests.serving.http.made_up import (
     CAPACITY,
@@ -629,6 +630,13 @@ def test_metrics() -> None:
         f"vllm:inter_token_latency_seconds_count{of}": 12,
         'specjax:draft_in_use{draft="chain:3",model_name="tiny"}': 1,
         **{
+            f'specjax:spec_decode_num_{name}_per_part_total{{model_name="tiny",part="{part}"}}': it
+            for part, counts in {"DraftModel": (9, 5, 3), "Suffix": (8, 4, 2)}.items()
+            for name, it in zip(
+                ("draft_tokens", "accepted_tokens", "accepted_only_tokens"), counts, strict=True
+            )
+        },
+        **{
             f'specjax:{name}_total{{context_length="256",model_name="tiny",region="thinking"}}': it
             for name, it in {
                 "steps": 4,
@@ -649,6 +657,30 @@ def test_metrics() -> None:
         assert sum(it.value for it in samples) == total
     between = metric(text, f"vllm:inter_token_latency_seconds_sum{of}") / 12
     assert 0.01 < between < 0.04  # the pieces come every 20 ms
+
+
+def accepted_by_part(*parts: PartStatistics) -> dict[str, float]:
+    """Return the samples of a counter in the metrics of an engine whose drafter has some parts."""
+    engine = MadeUpEngine()
+    engine.counted["parts"] = parts
+    families = text_string_to_metric_families(ask(engine, "/metrics", "GET").text)
+    name = "specjax:spec_decode_num_accepted_tokens_per_part"
+    samples = next(family.samples for family in families if family.name == name)
+    assert all(sample.labels["model_name"] == "tiny" for sample in samples)
+    return {sample.labels["part"]: sample.value for sample in samples}
+
+
+def test_parts_of_one_class_have_different_labels() -> None:
+    numbers = {"drafted": 9, "accepted_only": 0}
+    names = ("DraftModel", "Suffix", "DraftModel")
+    parts = [
+        PartStatistics(name, accepted=7 + place, **numbers) for place, name in enumerate(names)
+    ]
+    assert accepted_by_part(*parts) == {"DraftModel": 7, "Suffix": 8, "DraftModel 2": 9}
+
+
+def test_a_drafter_without_parts_has_no_counters_by_part() -> None:
+    assert accepted_by_part() == {}
 
 
 # --- who may ask ----------------------------------------------------------------------------------
