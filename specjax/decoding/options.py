@@ -132,7 +132,7 @@ class GenerationOptions:
             InputError: The option ``rule`` cannot verify drafts of this shape.
         """
         rule = self.rule or ("coupled" if self.is_constrained else default_rule(draft))
-        if not RULES[rule].takes_trees and draft.nodes > draft.depth + 1:
+        if not RULES[rule].takes_trees and not draft.is_chain:
             raise InputError(
                 f"rule={self.rule!r}: verifies chains, but the draft is a {draft}; give"
                 ' rule="independent" (which suits every draft), or rule="coupled"'

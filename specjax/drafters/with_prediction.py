@@ -107,7 +107,7 @@ class WithPrediction(Wrapper[WithPredictionState]):
     def check(self, target: Target) -> None:
         self.drafter.check(target)
         shape = self.drafter.draft_shape
-        if self.longest and shape.nodes != shape.depth + 1:
+        if self.longest and not shape.is_chain:
             raise InputError(
                 f"WithPrediction(drafter): it drafts a {shape}, but predictions need chains: give"
                 " it a Chain"

@@ -129,6 +129,18 @@ class DraftShape:
     _kind = "draft"
 
     @property
+    def is_chain(self) -> bool:
+        """True if no draft of the shape has a node with two children.
+
+        A dynamic tree or a union with one node for each level may still branch.
+
+        Examples:
+            >>> specjax.Chain(3).is_chain, specjax.DynamicTree(top_k=2, depth=3, nodes=4).is_chain
+            (True, False)
+        """
+        return self.nodes == self.depth + 1 and self.branching <= 1
+
+    @property
     def node_counts(self) -> tuple[int, ...]:
         """The numbers of nodes that verification is compiled for, ascending.
 
@@ -160,6 +172,11 @@ class FixedShape(DraftShape):
 
     choices: Choices
     template: Template
+
+    @property
+    def is_chain(self) -> bool:
+        """True if each level has one node."""
+        return self.nodes == self.depth + 1
 
     def _settle(self, choices: Choices) -> None:
         """Set the attributes that follow from the choices."""

@@ -230,7 +230,7 @@ class EngineDevice:
         chains = [
             index
             for index, drafter in enumerate(drafters)
-            if _is_chain(drafter) and not copies(drafter)
+            if _drafts_chains(drafter) and not copies(drafter)
         ]
         self.reporting = min(chains, key=lambda index: drafters[index].draft_shape.depth, default=0)
         self.plain = next(
@@ -1034,9 +1034,8 @@ def copies(drafter: Drafter) -> bool:
     return isinstance(drafter, WithPrediction) and drafter.longest > 0
 
 
-def _is_chain(drafter: Drafter) -> bool:
-    shape = drafter.draft_shape
-    return 0 < shape.depth == shape.nodes - 1
+def _drafts_chains(drafter: Drafter) -> bool:
+    return drafter.draft_shape.depth > 0 and drafter.draft_shape.is_chain
 
 
 def is_paused(drafter: Drafter) -> bool:

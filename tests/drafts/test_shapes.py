@@ -2,6 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.drafters import DraftModel, PromptLookup, Together, WithPrediction
 from specjax.drafts import tree
 from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
 from specjax.drafts.shapes import (
@@ -9,11 +10,13 @@ from specjax.drafts.shapes import (
     DynamicTree,
     SampledTree,
     StaticTree,
+    UnionTree,
     complete_tree,
     halvings,
 )
 from specjax.drafts.tree import chain_parents
 from specjax.errors import InputError
+from tests.conftest import tiny_target
 
 
 def test_a_chain_has_a_root_and_its_tokens() -> None:
@@ -151,3 +154,32 @@ def test_shapes_compare_by_what_was_asked_for() -> None:
     assert StaticTree([[0], [1]]) == StaticTree(((0,), (1,)))
     assert hash(SampledTree([2, 1])) == hash(SampledTree((2, 1)))
     assert Chain(2) != SampledTree((1, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_chain"),
+    [
+        (Chain(3), True),
+        (StaticTree(((1,), (1, 0))), True),
+        (SampledTree((1, 1)), True),
+        (DynamicTree(1, 3, 4), True),
+        (DynamicTree(2, 3, 4), False),  # as many nodes as levels, but they may be siblings
+        (UnionTree((Chain(1), Chain(4)), most=4), False),
+        (UnionTree((Chain(1), Chain(4)), slots=(0, 4)), True),
+        (StaticTree(((0,), (1,))), False),
+    ],
+    ids=str,
+)
+def test_a_chain_has_no_two_children(shape, is_chain) -> None:
+    assert shape.is_chain == is_chain
+    model = DraftModel(tiny_target(5))
+    is_union = isinstance(shape, UnionTree)
+    drafter = (
+        Together((model, PromptLookup()), draft=shape) if is_union else model.replace(draft=shape)
+    )
+    copying = WithPrediction(drafter, jnp.array([1, 2, 3]), longest=4)
+    if is_chain:
+        copying.check(tiny_target())
+    else:
+        with pytest.raises(InputError, match="predictions need chains"):
+            copying.check(tiny_target())
