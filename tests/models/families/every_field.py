@@ -836,7 +836,7 @@ def outcome(case: Case) -> Outcome:
     compared = _COMPARED.setdefault((_numbers(ours), fields["model_type"]), {})
     try:
         if expected.tobytes() not in compared:
-            compared[expected.tobytes()] = _compare(theirs, fields)
+            compared[expected.tobytes()] = compare(theirs, fields)
     except CheckpointError as error:
         return Outcome(f"refused: {error}")
     result = compared[expected.tobytes()]
@@ -850,7 +850,7 @@ Many changed files are the same model, with the same weights.
 """
 
 
-def _compare(theirs: "_Theirs", fields: dict[str, Any]) -> Outcome:
+def compare(theirs: "Theirs", fields: dict[str, Any]) -> Outcome:
     """Return the distance of our logits from transformers', and whether it is too large."""
     expected, logits = theirs.logits, _ours(theirs.model, fields)
     # What rounding selects for a token changes the tokens after it as well.
@@ -899,12 +899,13 @@ def _base(family: str, rope: str) -> np.ndarray | None:
     return None if theirs is None else theirs.logits
 
 
-def _tokens(vocabulary: int) -> np.ndarray:
+def text_of(vocabulary: int) -> np.ndarray:
+    """Return the tokens ``[1, LENGTH]`` of the text, for models of a vocabulary of that size."""
     return np.random.default_rng(0).integers(0, min(vocabulary, zoo.VOCABULARY), (1, LENGTH))
 
 
 @dataclass(frozen=True)
-class _Theirs:
+class Theirs:
     """Transformers' model of a file, some tokens ``[1, LENGTH]``, and their logits."""
 
     model: Any
@@ -912,7 +913,7 @@ class _Theirs:
     logits: np.ndarray
 
 
-def _read_by_transformers(fields: dict[str, Any]) -> _Theirs | None:
+def _read_by_transformers(fields: dict[str, Any]) -> Theirs | None:
     """Return transformers' model of a config.json; None if it refuses the file.
 
     Its weights depend on their shapes alone.
@@ -930,8 +931,8 @@ def _read_by_transformers(fields: dict[str, Any]) -> _Theirs | None:
         torch.manual_seed(0)
         model = zoo.model_class(kind)(config).float().eval()
         zoo.disturb(model)
-        tokens = _tokens(config.get_text_config().vocab_size)
-        return _Theirs(model, tokens, zoo.logits(model, tokens))
+        tokens = text_of(config.get_text_config().vocab_size)
+        return Theirs(model, tokens, zoo.logits(model, tokens))
     # There are dozens of types, from checks of fields to products of matrices that do not fit.
     except Exception:
         return None
@@ -969,7 +970,7 @@ def _ours(model: Any, fields: dict[str, Any]) -> np.ndarray:
             # are told to. Then it is stored, and a warning says that it is used.
             warnings.filterwarnings("ignore", ".*tie_word_embeddings is true, but")
             target = Target.from_pretrained(directory, dtype=np.float32)
-    tokens = jnp.asarray(_tokens(target.config.vocab_size))
+    tokens = jnp.asarray(text_of(target.config.vocab_size))
     with jax.disable_jit():
         output, _ = target.forward(tokens)
         return np.asarray(output.logits)

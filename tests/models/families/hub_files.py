@@ -34,6 +34,29 @@ def quantizations(directory: Path) -> dict[str, dict[str, Any]]:
     return {path.name.removesuffix(end): json.loads(path.read_text()) for path in paths}
 
 
+def of_transformers(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json as transformers reads the same model.
+
+    The fields of quantization are left out.
+    """
+    raw = copy.deepcopy({name: raw[name] for name in raw if name != "quantization_config"})
+    if raw["model_type"] in ("kimi_k2", "mimo"):  # transformers has no class of these names
+        raw["model_type"] = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}[raw["model_type"]]
+    if raw["model_type"] == "step3p7" and "text_config" not in raw:
+        # Of such a file transformers reads no field of the text, so they are nested for it.
+        inner = raw | {"model_type": "step3p5", "n_routed_experts": raw.get("num_experts")}
+        raw = {"model_type": "step3p7", "text_config": inner}
+    return raw
+
+
+def model_class(raw: dict[str, Any]) -> Any:
+    """Return transformers' class that makes the model of the fields that it reads."""
+    import transformers
+
+    sees = "text_config" in raw
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
 def count_by_transformers(raw: dict[str, Any]) -> int:
     """Return the number of parameters of transformers' text model of a config.json.
 
@@ -43,18 +66,10 @@ def count_by_transformers(raw: dict[str, Any]) -> int:
 
     from tests.with_torch import torch
 
-    raw = copy.deepcopy({name: raw[name] for name in raw if name != "quantization_config"})
-    if raw["model_type"] in ("kimi_k2", "mimo"):  # transformers has no class of these names
-        raw["model_type"] = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}[raw["model_type"]]
-    if raw["model_type"] == "step3p7" and "text_config" not in raw:
-        # Of such a file transformers reads no field of the text, so they are nested for it.
-        inner = raw | {"model_type": "step3p5", "n_routed_experts": raw.get("num_experts")}
-        raw = {"model_type": "step3p7", "text_config": inner}
+    raw = of_transformers(raw)
     config = transformers.AutoConfig.for_model(**raw)
-    sees = "text_config" in raw
-    auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto.from_config(config)
+        model = model_class(raw).from_config(config)
     decoder = model.get_decoder()
     parameters = {id(value): value for value in decoder.parameters()}
     head = model.get_output_embeddings().weight

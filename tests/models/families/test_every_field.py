@@ -122,8 +122,8 @@ def test_an_error_is_accepted_as_rounding_up_to_a_limit(
     monkeypatch.setattr(zoo, "logits", lambda model, tokens: logits + rounding)
     closed = [np.zeros((1, LENGTH), bool)]
     monkeypatch.setattr(zoo, "open_selections", lambda model, tokens: closed)
-    theirs = every_field._Theirs(model, logits[..., 0], logits)
-    result = every_field._compare(theirs, {})
+    theirs = every_field.Theirs(model, logits[..., 0], logits)
+    result = every_field.compare(theirs, {})
     assert result.wrong == wrong
     assert result.is_rounding == (error > every_field.TOLERANCE and not wrong)
     assert result.compared_tokens == LENGTH
