@@ -636,7 +636,12 @@ class ModelConfig:
         return replace(self, **differing, layers=())
 
     def first(self, count: int, **changes: Any) -> "ModelConfig":
-        """Return the configuration of the first ``count`` layers, with ``changes`` of fields."""
+        """Return the configuration of the first ``count`` layers, with ``changes`` of fields.
+
+        Raises:
+            InputError: none of these layers would attend to entries.
+        """
+        self._check_first(count, changes)
         windowed, linear = (
             [i for i in layers if i < count]
             for layers in (self.windowed_layers, self.linear_layers)
@@ -650,6 +655,18 @@ class ModelConfig:
         return replace(
             self, **{"num_layers": count, "layers": self.layers[:count], **kinds, **changes}
         )
+
+    def _check_first(self, count: int, changes: dict[str, Any]) -> None:
+        names = ("linear", "linear_layers", "mlp_layers", "windowed_layers")
+        kinds = {name: changes[name] for name in names if name in changes}
+        whole = replace(self, num_layers=max(count, self.num_layers), **kinds)
+        if 0 < count <= (first := whole.layers_with_entries[0]):
+            causes = {"linear_layers": whole.linear_layers, "mlp_layers": whole.mlp_layers or ()}
+            causing = (name for name, layers in causes.items() if set(layers) & set(range(count)))
+            raise InputError(
+                f"num_layers={count}: none of them would have attention, but one layer needs it:"
+                f" give {first + 1} or more, or other {' and '.join(causing)}"
+            )
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a query of a layer sees, its own included; None for all."""

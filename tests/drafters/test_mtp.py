@@ -205,7 +205,7 @@ def published(request, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except("mimo", "deepseek_v3")
+@pytest.mark.thorough_except("mimo", "deepseek_v3", "glm4_moe")
 def test_published_modules_say_what_the_published_network_says(published, tmp_path) -> None:
     """Check one pass over the text, and the tokens that the engine drafts after a prompt.
 

@@ -281,7 +281,6 @@ def tree_logits(target, cache, drafted):
 
 
 @pytest.mark.full_except("13")
-@pytest.mark.thorough_except("3")
 @pytest.mark.represents("trees below a text whose keys are selected")
 @pytest.mark.parametrize("length", [3, 5, 13])
 def test_a_tree_is_as_each_path_alone(target, length) -> None:

@@ -210,16 +210,6 @@ class DraftModel(Drafter[DraftModelState]):
                 layer.
         """
         count = sizes.get("num_layers", _quarter(target.config))
-        names = ("linear", "linear_layers", "mlp_layers", "windowed_layers")
-        kinds = {name: sizes[name] for name in names if name in sizes}
-        whole = replace(target.config, num_layers=max(count, target.config.num_layers), **kinds)
-        if 0 < count <= (first := whole.layers_with_entries[0]):
-            causes = {"linear_layers": whole.linear_layers, "mlp_layers": whole.mlp_layers or ()}
-            causing = (name for name, layers in causes.items() if set(layers) & set(range(count)))
-            raise InputError(
-                f"num_layers={count}: none of them would have attention, but one layer needs it:"
-                f" give {first + 1} or more, or other {' and '.join(causing)}"
-            )
         config = target.config.first(count, **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 

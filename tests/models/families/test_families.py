@@ -76,9 +76,13 @@ def logits(target, tokens):
     return target.forward(jnp.asarray(tokens))[0].logits
 
 
-@pytest.mark.full_except("hunyuan_v1_dense-0", "mimo_v2_flash-0", "muse_glimmer-0")
+# `make test` has a family with each kind of layer that is no attention to all entries.
+@pytest.mark.full_except(
+    *("hunyuan_v1_dense-0", "mimo_v2_flash-0", "muse_glimmer-0"),
+    *("nemotron_h-0", "lfm2-0", "kimi_linear-0", "deepseek_v32-0"),
+)
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", zoo.cases("muse_glimmer"))
+@pytest.mark.parametrize("name", zoo.cases("muse_glimmer", "kimi_linear", "bamba"))
 def test_logits_are_those_of_transformers(zoo_model, name, seed) -> None:
     model = zoo_model(name, seed)
     assert np.abs(model.logits).max() > 1
@@ -103,7 +107,7 @@ def test_of_gemma_4_e2b_no_more_digits_are_lost_than_by_transformers(zoo_model, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", zoo.cases())
+@pytest.mark.parametrize("name", zoo.cases("bamba"))
 def test_what_is_written_is_read_by_transformers_and_here(zoo_model, name, tmp_path) -> None:
     model = zoo_model(name)
     model.target.save_pretrained(tmp_path)
