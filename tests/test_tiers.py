@@ -216,3 +216,20 @@ def test_patched_programs_are_used_by_no_other_test() -> None:
     with own_programs():
         assert doubled(jnp.int32(3)) == 6
     assert doubled(jnp.int32(5)) == 10
+
+
+@pytest.mark.full
+@pytest.mark.thorough
+def test_the_order_of_tests_does_not_depend_on_the_process() -> None:
+    """Compare two processes: pytest's workers refuse to run tests that they list otherwise."""
+    command = [sys.executable, "-m", "pytest", "-vv", "--collect-only", "-n", "0", "-o", "addopts="]
+    command += ["-p", "no:cacheprovider", "tests"]
+    listed = []
+    for seed in ("1", "2"):  # of the order of sets
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        result = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        listed.append([line for line in result.stdout.splitlines() if "<Function" in line])
+    assert len(listed[0]) > 10_000
+    assert listed[0] == listed[1]

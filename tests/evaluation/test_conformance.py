@@ -100,7 +100,7 @@ METHODS = {
     "suffix": of_texts,
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
-LOOKED_UP = {"token recycling", "suffix"}
+LOOKED_UP = ("token recycling", "suffix")
 ALL_CASES = [
     (method, shape)
     for method in METHODS
