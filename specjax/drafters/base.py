@@ -510,8 +510,9 @@ class Drafter(OneLine, KeyedByClass, Generic[State]):
     def in_segment(self, state: State, segments: jax.Array) -> State:
         """Return the state of rows that draft from earlier answers, too.
 
-        An engine with ``earlier_answers`` calls it for a new row, before its prompt is read. Only
-        drafters with `specjax.drafters.methods.suffix.Suffix.answers` or the like do anything.
+        An engine with ``earlier_answers`` calls it for a new row, before its prompt is read. It
+        changes something only for drafters with an index of these answers, such as
+        `specjax.Suffix`.
 
         Args:
             state: a state of rows without committed tokens.

@@ -55,9 +55,8 @@ class Suffix(TextSearch):
         index: the other texts; None: only the row's own text is searched. Another index of the same
             capacity needs no compilation: ``drafter.replace(index=…)``.
         answers: other texts with a segment for each owner, such as the earlier answers of a
-            server's tenants; None: there are none. A row searches the segment that
-            `in_segment` gives it, and at first none: only an engine
-            with ``earlier_answers`` sets it.
+            server's tenants; None: there are none. A row searches the segment that `in_segment`
+            gives it, and at first none: only an engine with ``earlier_answers`` calls that.
         least_share: a path is drafted only if the product of its shares is at least this. From 0
             to 1.
         samples: the number of occurrences in the index that count, for each of the two contexts.
