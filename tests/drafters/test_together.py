@@ -19,6 +19,7 @@ from specjax.drafters import (
     DraftModel,
     Eagle3,
     EarlyExit,
+    Medusa,
     NoDraft,
     PromptLookup,
     Suffix,
@@ -28,7 +29,7 @@ from specjax.drafters import (
 )
 from specjax.drafters.registry import load_drafter, split_name
 from specjax.drafts.names import parse_shape
-from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, UnionTree
+from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, UnionTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import params
@@ -111,12 +112,47 @@ def small(seed: int = 0, **changes):
     return tiny_target(seed, **{**FEW_TOKENS, "num_layers": 1, **changes})
 
 
+def small_model(shape) -> DraftModel:
+    return DraftModel(small(seed=5), draft=shape)
+
+
+# Two levels at least, which make three tokens with the bonus token.
+SMALL_PAIRS = {
+    "sampled tree and fixed": lambda target: Together(
+        (small_model(SampledTree((2, 1))), Fixed(jnp.array([2, 0]), draft=Chain(2))), slots=(4, 1)
+    ),
+    "draft model and earlier text": lambda target: Together(
+        (
+            small_model(Chain(2)),
+            Suffix.of_texts([[0, 1, 2, 3, 0, 2, 1, 3, 1, 0, 3, 2, 0]], draft=DynamicTree(2, 2, 5)),
+        )
+    ),
+    "EAGLE-3 and token recycling": lambda target: Together(
+        (
+            Eagle3.init(target, jax.random.key(3), DynamicTree(3, 2, 7), ids=np.array([0, 2, 3])),
+            TokenRecycling(successors=2, draft=Chain(2)),
+        )
+    ),
+    "draft model and Medusa": lambda target: Together(
+        (
+            small_model(SampledTree((2, 2))),
+            Medusa.init(target, jax.random.key(3), StaticTree(((0,), (1,), (0, 0)))),
+        )
+    ),
+}
+
+
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "sampled tree and fixed-coupled",
+    "sampled tree and fixed-independent",
+    "EAGLE-3 and token recycling-independent",
+)
 @pytest.mark.parametrize("rule", ["coupled", "independent"])
-def test_the_distribution_is_the_targets(rule) -> None:
-    model = DraftModel(small(seed=5), draft=SampledTree((2, 1)))
-    drafter = Together((model, Fixed(jnp.array([2, 0]), draft=Chain(2))), slots=(4, 1))
-    conformance.check_distribution(small(num_layers=2), drafter, rule=rule, draws=10_000)
+@pytest.mark.parametrize("pair", SMALL_PAIRS)
+def test_the_distribution_is_the_targets(pair, rule) -> None:
+    target = small(num_layers=2)
+    conformance.check_distribution(target, SMALL_PAIRS[pair](target), rule=rule, draws=10_000)
 
 
 # --- a step -------------------------------------------------------------------------------------
