@@ -200,6 +200,29 @@ def test_in_every_step_the_union_accepts_at_least_what_each_part_would(
     assert gained == 0  # every accepted path is that of one part: parts are trees
 
 
+@pytest.mark.full
+def test_64_nodes_are_decoded_and_a_part_may_be_silent_in_some_rows(target) -> None:
+    """Check the text, a row that fills all 64 nodes, and rows in which one part offers nothing."""
+    recycling = TokenRecycling(successors=6, draft=DynamicTree(6, 4, 32))
+    union = Together((draft_model(DynamicTree(4, 4, 33)), recycling))
+    assert union.draft_shape.nodes == 64  # the root, 32 and 31
+    plain = specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=24)
+    options = GenerationOptions(max_new_tokens=24)
+    drafter, state = decoding.start(target, union, PROMPTS, LENGTHS, options)
+    step, infos = jax.jit(decoding.step), []
+    while not np.all(state.lengths == LENGTHS + 24):
+        state, info = step(target, drafter, state)
+        infos.append(jax.device_get(info))
+        assert infos[-1].active.any()
+    assert np.array_equal(state.tokens[:, : plain.tokens.shape[1]], plain.tokens)
+    assert max(info.drafted.max() for info in infos) == 63
+    assert all(info.scored.max() == 64 for info in infos[1:])
+    # Row 0 repeats a token of its prompt, and the others do not yet.
+    offered = [info.draft.offered_by.any(axis=1).tolist() for info in infos[:2]]
+    assert offered[0] == [[True, True], [True, False], [True, False]]
+    assert offered[1] == [[True, False], [True, True], [True, True]]
+
+
 # --- the states of the parts ----------------------------------------------------------------------
 
 
