@@ -492,6 +492,8 @@ def test_what_cannot_be_used_is_refused(target) -> None:
         PromptLookup(draft=UnionTree((Chain(3),)))
     with pytest.raises(InputError, match="max_ngram=0"):
         Together((lookup, replace(lookup, max_ngram=0)), draft=Chain(2)).check(target)
+    with pytest.raises(InputError, match=r"drafts a union of .*, but predictions need chains"):
+        WithPrediction(Together((lookup, lookup))).check(target)
     with pytest.raises(InputError, match="verifies chains"):
         specjax.generate(target, Together((lookup, lookup)), PROMPTS, rule="block")
 
