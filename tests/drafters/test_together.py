@@ -17,6 +17,7 @@ from specjax.drafters import (
     Draft,
     Drafter,
     DraftModel,
+    Eagle,
     Eagle3,
     EarlyExit,
     Medusa,
@@ -27,6 +28,7 @@ from specjax.drafters import (
     TokenRecycling,
     WithPrediction,
 )
+from specjax.drafters.methods.draft_model import DraftModelState
 from specjax.drafters.registry import load_drafter, split_name
 from specjax.drafts.names import parse_shape
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, UnionTree
@@ -43,14 +45,14 @@ LENGTHS = np.array([6, 4, 1])
 
 @struct.dataclass
 class Fixed(Drafter[tuple[()]]):
-    """A drafter that always drafts the same chain: ``tokens [D]``, or nothing."""
+    """A drafter that always drafts the same ``tokens [D]``, or ``[B, D]``; or nothing."""
 
     tokens: jax.Array
     draft: Chain = struct.field(pytree_node=False, default=Chain(3))
     silent: bool = struct.field(pytree_node=False, default=False)
 
     def propose(self, target, state, root, sampling, keys, active):
-        drafted = jnp.broadcast_to(self.tokens, (root.shape[0], self.tokens.shape[0]))
+        drafted = jnp.broadcast_to(self.tokens, (root.shape[0], self.tokens.shape[-1]))
         valid = jnp.full(drafted.shape, not self.silent)
         return Draft.chain(root, drafted, valid=valid), state
 
@@ -226,67 +228,70 @@ def test_64_nodes_are_decoded_and_a_part_may_be_silent_in_some_rows(target) -> N
 # --- the states of the parts ----------------------------------------------------------------------
 
 
-def entries_of(model, cache, length: int) -> list[np.ndarray]:
-    """Return the keys and values of the first ``length`` tokens of row 0."""
-    positions = jnp.arange(length)[None]
-    return [np.asarray(part) for part in jax.tree.leaves(cache.gather(positions))]
+def entries_of(cache, row: int, length: int) -> list[np.ndarray]:
+    """Return the keys and values of the first ``length`` tokens of a row."""
+    return [np.asarray(part)[row, :, :length] for part in jax.tree.leaves(cache.layers)]
 
 
-def follow(target, drafter, state, text: list[int], step: int):
-    """Return the state after a step whose second part drafts the next tokens of ``text``."""
-    drafter = replace(
-        drafter, parts=(drafter.parts[0], Fixed(jnp.asarray(text[:step]), draft=Chain(step)))
-    )
-    return jax.jit(decoding.step)(target, drafter, state)
+def follow(target, drafter, state, tokens: np.ndarray):
+    """Return the state after a step whose second part drafts ``tokens [B, D]``."""
+    fixed = Fixed(jnp.asarray(tokens), draft=Chain(tokens.shape[1]))
+    return jax.jit(decoding.step)(target, replace(drafter, parts=(drafter.parts[0], fixed)), state)
+
+
+def assert_equal_states(state, expected, row: int, text: np.ndarray) -> None:
+    """Compare two states of a drafter in a row whose newest token, the root, ends ``text``."""
+    length = len(text) - 1
+    if isinstance(state, DraftModelState):  # one of them may have read a token more
+        for either in (state, expected):
+            is_behind = bool(either.behind[row])
+            assert int(either.cache.length[row]) == len(text) - 1 - is_behind
+            assert not is_behind or int(either.last[row]) == text[-2]
+            length = min(length, int(either.cache.length[row]))
+    else:
+        assert int(state.cache.length[row]) == int(expected.cache.length[row]) == length
+        np.testing.assert_allclose(state.newest[row], expected.newest[row], atol=1e-4)
+    entries = (entries_of(either.cache, row, length) for either in (state, expected))
+    for got, expected_entry in zip(*entries, strict=True):
+        np.testing.assert_allclose(got, expected_entry, atol=1e-4)
+
+
+WITH_STATES = {
+    "draft model": lambda target: draft_model(DynamicTree(2, 3, 7)),
+    "EAGLE": lambda target: Eagle.init(target, jax.random.key(3), Chain(3)),
+    "EAGLE-3": lambda target: Eagle3.init(target, jax.random.key(3), Chain(3)),
+    "EAGLE-3 with a tree": lambda target: Eagle3.init(target, jax.random.key(3), SHAPES["dynamic"]),
+}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["draft model", "EAGLE-3"])
+@pytest.mark.parametrize("kind", WITH_STATES)
 def test_a_part_reads_an_accepted_path_that_came_from_another_part(target, kind) -> None:
     """The state is then that of reading the same tokens one by one."""
-    inner = {
-        "draft model": lambda: draft_model(DynamicTree(2, 3, 7)),
-        "EAGLE-3": lambda: Eagle3.init(target, jax.random.key(3), Chain(3)),
-    }[kind]()
+    inner = WITH_STATES[kind](target)
     options = GenerationOptions(max_new_tokens=30)
-    prompt = PROMPTS[:1]
-    plain = decoding.generate(target, None, prompt, max_new_tokens=30).tokens[0, 6:].tolist()
-    union = Together((inner, Fixed(jnp.zeros(3, jnp.int32))))
-    drafter, state = decoding.start(target, union, prompt, options=options)
-    _, slow = decoding.start(target, Together((inner,)), prompt, options=options)
-    by_other, emitted = 0, 0
-    nothing = Draft.of_tree(jnp.zeros((1, 1), jnp.int32), np.array([-1]))
+    plain = decoding.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=30)
+    texts = np.stack(
+        [row[length : length + 30] for row, length in zip(plain.tokens, LENGTHS, strict=True)]
+    )
+    union = Together((inner, Fixed(jnp.zeros((3, 3), jnp.int32))))
+    drafter, state = decoding.start(target, union, PROMPTS, LENGTHS, options)
+    _, slow = decoding.start(target, Together((inner,)), PROMPTS, LENGTHS, options)
+    nothing = Draft.of_tree(jnp.zeros((3, 1), jnp.int32), np.array([-1]))
     one_token = jax.jit(advance)
+    emitted = 0
     for _ in range(6):
-        state, _ = follow(target, drafter, state, plain[emitted:], 3)
-        by_other += int(state.stats.accepted_only_by[0, 1])
-        emitted = int(state.lengths[0]) - 6
-        while int(slow.lengths[0]) - 6 < emitted:  # plain steps: every token is committed alone
+        state, _ = follow(target, drafter, state, texts[:, emitted : emitted + 3])
+        emitted += 4  # the other part is right, and the target adds a token
+        assert np.array_equal(state.lengths, LENGTHS + emitted)
+        while np.all(slow.lengths < state.lengths):  # plain steps: each token is committed alone
             root = replace(nothing, tokens=slow.roots[:, None])
             slow, _ = one_token(target, Together((inner,)), slow, root)
-        union_state, expected = state.drafter[0], slow.drafter[0]
-        length = emitted + 6 - 1  # without the root
-        if kind == "draft model":
-            model = inner.model
-            for entry, unread in ((union_state, union_state.behind), (expected, expected.behind)):
-                assert int(entry.cache.length[0]) == length - int(unread[0])
-                assert not bool(unread[0]) or int(entry.last[0]) == plain[emitted - 2]
-            length -= int(union_state.behind[0]) | int(expected.behind[0])
-            compared = zip(
-                entries_of(model, union_state.cache, length),
-                entries_of(model, expected.cache, length),
-                strict=True,
-            )
-        else:
-            assert int(union_state.cache.length[0]) == int(expected.cache.length[0])
-            compared = zip(
-                [np.asarray(union_state.newest), *entries_of(inner, union_state.cache, length)],
-                [np.asarray(expected.newest), *entries_of(inner, expected.cache, length)],
-                strict=True,
-            )
-        for got, wanted_entry in compared:
-            np.testing.assert_allclose(got, wanted_entry, atol=1e-4)
-    assert by_other >= 3  # the other part's tokens were needed
+        for row, length in enumerate(LENGTHS + emitted):
+            text = plain.tokens[row, :length]
+            assert_equal_states(state.drafter[0], slow.drafter[0], row, text)
+    # Tokens of the other part were needed.
+    assert np.all(np.asarray(state.stats.accepted_only_by)[:, 1] >= 3)
 
 
 # --- statistics and widths ------------------------------------------------------------------------
