@@ -17,8 +17,10 @@ from specjax.drafters import (
     Draft,
     Drafter,
     DraftModel,
+    Eagle,
     Eagle3,
     EarlyExit,
+    Medusa,
     NoDraft,
     PromptLookup,
     Suffix,
@@ -26,9 +28,10 @@ from specjax.drafters import (
     TokenRecycling,
     WithPrediction,
 )
+from specjax.drafters.methods.draft_model import DraftModelState
 from specjax.drafters.registry import load_drafter, split_name
 from specjax.drafts.names import parse_shape
-from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, UnionTree
+from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, UnionTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import params
@@ -42,14 +45,14 @@ LENGTHS = np.array([6, 4, 1])
 
 @struct.dataclass
 class Fixed(Drafter[tuple[()]]):
-    """A drafter that always drafts the same chain: ``tokens [D]``, or nothing."""
+    """A drafter that always drafts the same ``tokens [D]``, or ``[B, D]``; or nothing."""
 
     tokens: jax.Array
     draft: Chain = struct.field(pytree_node=False, default=Chain(3))
     silent: bool = struct.field(pytree_node=False, default=False)
 
     def propose(self, target, state, root, sampling, keys, active):
-        drafted = jnp.broadcast_to(self.tokens, (root.shape[0], self.tokens.shape[0]))
+        drafted = jnp.broadcast_to(self.tokens, (root.shape[0], self.tokens.shape[-1]))
         valid = jnp.full(drafted.shape, not self.silent)
         return Draft.chain(root, drafted, valid=valid), state
 
@@ -111,12 +114,47 @@ def small(seed: int = 0, **changes):
     return tiny_target(seed, **{**FEW_TOKENS, "num_layers": 1, **changes})
 
 
+def small_model(shape) -> DraftModel:
+    return DraftModel(small(seed=5), draft=shape)
+
+
+# Two levels at least, which make three tokens with the bonus token.
+SMALL_PAIRS = {
+    "sampled tree and fixed": lambda target: Together(
+        (small_model(SampledTree((2, 1))), Fixed(jnp.array([2, 0]), draft=Chain(2))), slots=(4, 1)
+    ),
+    "draft model and earlier text": lambda target: Together(
+        (
+            small_model(Chain(2)),
+            Suffix.of_texts([[0, 1, 2, 3, 0, 2, 1, 3, 1, 0, 3, 2, 0]], draft=DynamicTree(2, 2, 5)),
+        )
+    ),
+    "EAGLE-3 and token recycling": lambda target: Together(
+        (
+            Eagle3.init(target, jax.random.key(3), DynamicTree(3, 2, 7), ids=np.array([0, 2, 3])),
+            TokenRecycling(successors=2, draft=Chain(2)),
+        )
+    ),
+    "draft model and Medusa": lambda target: Together(
+        (
+            small_model(SampledTree((2, 2))),
+            Medusa.init(target, jax.random.key(3), StaticTree(((0,), (1,), (0, 0)))),
+        )
+    ),
+}
+
+
 @pytest.mark.full
+@pytest.mark.thorough_except(
+    "sampled tree and fixed-coupled",
+    "sampled tree and fixed-independent",
+    "EAGLE-3 and token recycling-independent",
+)
 @pytest.mark.parametrize("rule", ["coupled", "independent"])
-def test_the_distribution_is_the_targets(rule) -> None:
-    model = DraftModel(small(seed=5), draft=SampledTree((2, 1)))
-    drafter = Together((model, Fixed(jnp.array([2, 0]), draft=Chain(2))), slots=(4, 1))
-    conformance.check_distribution(small(num_layers=2), drafter, rule=rule, draws=10_000)
+@pytest.mark.parametrize("pair", SMALL_PAIRS)
+def test_the_distribution_is_the_targets(pair, rule) -> None:
+    target = small(num_layers=2)
+    conformance.check_distribution(target, SMALL_PAIRS[pair](target), rule=rule, draws=10_000)
 
 
 # --- a step -------------------------------------------------------------------------------------
@@ -164,70 +202,96 @@ def test_in_every_step_the_union_accepts_at_least_what_each_part_would(
     assert gained == 0  # every accepted path is that of one part: parts are trees
 
 
+@pytest.mark.full
+def test_64_nodes_are_decoded_and_a_part_may_be_silent_in_some_rows(target) -> None:
+    """Check the text, a row that fills all 64 nodes, and rows in which one part offers nothing."""
+    recycling = TokenRecycling(successors=6, draft=DynamicTree(6, 4, 32))
+    union = Together((draft_model(DynamicTree(4, 4, 33)), recycling))
+    assert union.draft_shape.nodes == 64  # the root, 32 and 31
+    plain = specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=24)
+    options = GenerationOptions(max_new_tokens=24)
+    drafter, state = decoding.start(target, union, PROMPTS, LENGTHS, options)
+    step, infos = jax.jit(decoding.step), []
+    while not np.all(state.lengths == LENGTHS + 24):
+        state, info = step(target, drafter, state)
+        infos.append(jax.device_get(info))
+        assert infos[-1].active.any()
+    assert np.array_equal(state.tokens[:, : plain.tokens.shape[1]], plain.tokens)
+    assert max(info.drafted.max() for info in infos) == 63
+    assert all(info.scored.max() == 64 for info in infos[1:])
+    # Row 0 repeats a token of its prompt, and the others do not yet.
+    offered = [info.draft.offered_by.any(axis=1).tolist() for info in infos[:2]]
+    assert offered[0] == [[True, True], [True, False], [True, False]]
+    assert offered[1] == [[True, False], [True, True], [True, True]]
+
+
 # --- the states of the parts ----------------------------------------------------------------------
 
 
-def entries_of(model, cache, length: int) -> list[np.ndarray]:
-    """Return the keys and values of the first ``length`` tokens of row 0."""
-    positions = jnp.arange(length)[None]
-    return [np.asarray(part) for part in jax.tree.leaves(cache.gather(positions))]
+def entries_of(cache, row: int, length: int) -> list[np.ndarray]:
+    """Return the keys and values of the first ``length`` tokens of a row."""
+    return [np.asarray(part)[row, :, :length] for part in jax.tree.leaves(cache.layers)]
 
 
-def follow(target, drafter, state, text: list[int], step: int):
-    """Return the state after a step whose second part drafts the next tokens of ``text``."""
-    drafter = replace(
-        drafter, parts=(drafter.parts[0], Fixed(jnp.asarray(text[:step]), draft=Chain(step)))
-    )
-    return jax.jit(decoding.step)(target, drafter, state)
+def follow(target, drafter, state, tokens: np.ndarray):
+    """Return the state after a step whose second part drafts ``tokens [B, D]``."""
+    fixed = Fixed(jnp.asarray(tokens), draft=Chain(tokens.shape[1]))
+    return jax.jit(decoding.step)(target, replace(drafter, parts=(drafter.parts[0], fixed)), state)
+
+
+def assert_equal_states(state, expected, row: int, text: np.ndarray) -> None:
+    """Compare two states of a drafter in a row whose newest token, the root, ends ``text``."""
+    length = len(text) - 1
+    if isinstance(state, DraftModelState):  # one of them may have read a token more
+        for either in (state, expected):
+            is_behind = bool(either.behind[row])
+            assert int(either.cache.length[row]) == len(text) - 1 - is_behind
+            assert not is_behind or int(either.last[row]) == text[-2]
+            length = min(length, int(either.cache.length[row]))
+    else:
+        assert int(state.cache.length[row]) == int(expected.cache.length[row]) == length
+        np.testing.assert_allclose(state.newest[row], expected.newest[row], atol=1e-4)
+    entries = (entries_of(either.cache, row, length) for either in (state, expected))
+    for got, expected_entry in zip(*entries, strict=True):
+        np.testing.assert_allclose(got, expected_entry, atol=1e-4)
+
+
+WITH_STATES = {
+    "draft model": lambda target: draft_model(DynamicTree(2, 3, 7)),
+    "EAGLE": lambda target: Eagle.init(target, jax.random.key(3), Chain(3)),
+    "EAGLE-3": lambda target: Eagle3.init(target, jax.random.key(3), Chain(3)),
+    "EAGLE-3 with a tree": lambda target: Eagle3.init(target, jax.random.key(3), SHAPES["dynamic"]),
+}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["draft model", "EAGLE-3"])
+@pytest.mark.parametrize("kind", WITH_STATES)
 def test_a_part_reads_an_accepted_path_that_came_from_another_part(target, kind) -> None:
     """The state is then that of reading the same tokens one by one."""
-    inner = {
-        "draft model": lambda: draft_model(DynamicTree(2, 3, 7)),
-        "EAGLE-3": lambda: Eagle3.init(target, jax.random.key(3), Chain(3)),
-    }[kind]()
+    inner = WITH_STATES[kind](target)
     options = GenerationOptions(max_new_tokens=30)
-    prompt = PROMPTS[:1]
-    plain = decoding.generate(target, None, prompt, max_new_tokens=30).tokens[0, 6:].tolist()
-    union = Together((inner, Fixed(jnp.zeros(3, jnp.int32))))
-    drafter, state = decoding.start(target, union, prompt, options=options)
-    _, slow = decoding.start(target, Together((inner,)), prompt, options=options)
-    by_other, emitted = 0, 0
-    nothing = Draft.of_tree(jnp.zeros((1, 1), jnp.int32), np.array([-1]))
+    plain = decoding.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=30)
+    texts = np.stack(
+        [row[length : length + 30] for row, length in zip(plain.tokens, LENGTHS, strict=True)]
+    )
+    union = Together((inner, Fixed(jnp.zeros((3, 3), jnp.int32))))
+    drafter, state = decoding.start(target, union, PROMPTS, LENGTHS, options)
+    _, slow = decoding.start(target, Together((inner,)), PROMPTS, LENGTHS, options)
+    nothing = Draft.of_tree(jnp.zeros((3, 1), jnp.int32), np.array([-1]))
     one_token = jax.jit(advance)
+    emitted = 0
     for _ in range(6):
-        state, _ = follow(target, drafter, state, plain[emitted:], 3)
-        by_other += int(state.stats.accepted_only_by[0, 1])
-        emitted = int(state.lengths[0]) - 6
-        while int(slow.lengths[0]) - 6 < emitted:  # plain steps: every token is committed alone
+        state, _ = follow(target, drafter, state, texts[:, emitted : emitted + 3])
+        emitted += 4  # the other part is right, and the target adds a token
+        assert np.array_equal(state.lengths, LENGTHS + emitted)
+        while np.all(slow.lengths < state.lengths):  # plain steps: each token is committed alone
             root = replace(nothing, tokens=slow.roots[:, None])
             slow, _ = one_token(target, Together((inner,)), slow, root)
-        union_state, expected = state.drafter[0], slow.drafter[0]
-        length = emitted + 6 - 1  # without the root
-        if kind == "draft model":
-            model = inner.model
-            for entry, unread in ((union_state, union_state.behind), (expected, expected.behind)):
-                assert int(entry.cache.length[0]) == length - int(unread[0])
-                assert not bool(unread[0]) or int(entry.last[0]) == plain[emitted - 2]
-            length -= int(union_state.behind[0]) | int(expected.behind[0])
-            compared = zip(
-                entries_of(model, union_state.cache, length),
-                entries_of(model, expected.cache, length),
-                strict=True,
-            )
-        else:
-            assert int(union_state.cache.length[0]) == int(expected.cache.length[0])
-            compared = zip(
-                [np.asarray(union_state.newest), *entries_of(inner, union_state.cache, length)],
-                [np.asarray(expected.newest), *entries_of(inner, expected.cache, length)],
-                strict=True,
-            )
-        for got, wanted_entry in compared:
-            np.testing.assert_allclose(got, wanted_entry, atol=1e-4)
-    assert by_other >= 3  # the other part's tokens were needed
+        for row, length in enumerate(LENGTHS + emitted):
+            text = plain.tokens[row, :length]
+            assert_equal_states(state.drafter[0], slow.drafter[0], row, text)
+    # Tokens of the other part were needed.
+    assert np.all(np.asarray(state.stats.accepted_only_by)[:, 1] >= 3)
 
 
 # --- statistics and widths ------------------------------------------------------------------------
@@ -433,6 +497,8 @@ def test_what_cannot_be_used_is_refused(target) -> None:
         PromptLookup(draft=UnionTree((Chain(3),)))
     with pytest.raises(InputError, match="max_ngram=0"):
         Together((lookup, replace(lookup, max_ngram=0)), draft=Chain(2)).check(target)
+    with pytest.raises(InputError, match=r"drafts a union of .*, but predictions need chains"):
+        WithPrediction(Together((lookup, lookup))).check(target)
     with pytest.raises(InputError, match="verifies chains"):
         specjax.generate(target, Together((lookup, lookup)), PROMPTS, rule="block")
 
