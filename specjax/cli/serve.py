@@ -308,7 +308,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
     capacity, reason = choose_capacity(config, generator, sizes)
     if config.cache_gb:
         pages = memory.pages_in(
-            config.cache_gb - _answer_bytes(config) / 1e9,
+            config.cache_gb - _answer_bytes(config, generator) / 1e9,
             generator.target,
             generator.drafter,
             **sizes,
@@ -399,7 +399,7 @@ def choose_capacity(
     positions = decoding.most_positions(target, drafter or NoDraft())
     usual = min(positions, memory.USUAL_CAPACITY)
     if config.cache_gb:
-        memory_left = config.cache_gb * 1e9 - _answer_bytes(config)
+        memory_left = config.cache_gb * 1e9 - _answer_bytes(config, generator)
         capacity = memory.capacity_in(memory_left, target, drafter, **sizes)
         why = f"in {config.cache_gb:g} GB of caches"
     elif spans_processes(target.mesh):  # all processes must choose the same capacity
@@ -407,7 +407,7 @@ def choose_capacity(
     elif (free := memory.free_bytes(target.mesh)) is None:
         capacity, why = usual, "the default, as the free memory is unknown"
     else:
-        memory_left = free / 4 - _answer_bytes(config)
+        memory_left = free / 4 - _answer_bytes(config, generator)
         capacity = memory.capacity_in(memory_left, target, drafter, **sizes)
         # Less is rounded to a power of two, so that the next start finds its compiled programs.
         if capacity < positions:
@@ -418,9 +418,10 @@ def choose_capacity(
     return capacity, f"{why}; the models support {positions}: see --capacity"
 
 
-def _answer_bytes(config: ServeConfig) -> int:
-    """Return the bytes of earlier answers on the device, which count as caches."""
-    return earlier_answers.index_bytes(config.rows, config.earlier_answers)
+def _answer_bytes(config: ServeConfig, generator: pipeline.TextGenerator) -> int:
+    """Return the bytes of earlier answers on all devices together, which count as caches."""
+    mesh = generator.target.mesh
+    return earlier_answers.index_bytes(config.rows, config.earlier_answers, mesh)
 
 
 def check_numbers(config: ServeConfig) -> None:

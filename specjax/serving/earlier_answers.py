@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax.arguments import is_whole
 from specjax.drafters import Drafter
@@ -328,9 +329,13 @@ def _reads_answers(part: Any) -> bool:
     return isinstance(part, Suffix | TokenRecycling)
 
 
-def index_bytes(rows: int, capacity: int) -> int:
-    """Return the bytes of the index on the device, with a segment for each row."""
-    return 2 * 4 * rows * (capacity + 1) if capacity else 0
+def index_bytes(rows: int, capacity: int, mesh: Mesh | None = None) -> int:
+    """Return the bytes of the index, with a segment for each row, on all devices together.
+
+    Each device of a mesh has the whole index.
+    """
+    devices = 1 if mesh is None else mesh.size
+    return devices * 2 * 4 * rows * (capacity + 1) if capacity else 0
 
 
 def check_capacity(capacity: int, rows: int) -> None:

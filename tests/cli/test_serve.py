@@ -20,8 +20,11 @@ from specjax.cli.serve import (
     read_drafts,
     read_keys,
 )
+from specjax.drafters import Suffix
+from specjax.drafters.suffix_index import SuffixIndex
 from specjax.errors import InputError
 from specjax.serving import memory
+from specjax.sharding import make_mesh
 from tests.conftest import tiny_target
 
 
@@ -154,6 +157,27 @@ def test_texts_may_be_as_long_as_models_and_memory_allow(
     chosen, why = choose_capacity(ServeConfig(**options), generator, sizes)
     assert chosen == capacity
     assert words in why
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_earlier_answers_count_in_the_memory_of_caches(devices: int, monkeypatch) -> None:
+    """Give a server more memory by what the answers take on its devices: it has equal pages."""
+    mesh = None if devices == 1 else make_mesh(model=devices)
+    target = jax.eval_shape(lambda: tiny_target(num_layers=16, head_dim=64)).replace(mesh=mesh)
+    monkeypatch.setattr(pipeline, "load", lambda *_, **__: generator)
+    index = SuffixIndex.empty(segments=8, capacity=2**16)
+    of_answers = devices * (index.tokens.nbytes + index.order.nbytes)  # on each device
+
+    def pages(gigabytes: float, tokens: int) -> int:
+        config = ServeConfig(
+            cache_gb=gigabytes, earlier_answers=tokens, grammars="off", rows=8, page=64
+        )
+        return engine_options(config)[0]["pages"]
+
+    generator = pipeline.TextGenerator(target, None, Suffix())
+    without = pages(0.5, 0)
+    assert pages(0.5, 2**16) < without - 1
+    assert pages(0.5 + of_answers / 1e9, 2**16) == without
 
 
 def test_one_key_of_several_is_none(tmp_path, capsys) -> None:

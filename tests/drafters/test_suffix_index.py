@@ -97,19 +97,32 @@ def test_the_matches_are_those_of_a_dictionary_of_ngrams(vocab) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("vocab", [2, 4, 50])
-def test_a_million_texts_are_added_and_removed_and_searched(vocab) -> None:
-    """Texts come and go within the capacity, and nothing is compiled again."""
+def test_a_million_texts_are_added_and_removed_and_searched(vocab, monkeypatch) -> None:
+    """Texts come and go within the capacity, and nothing is compiled again.
+
+    As in a server, each index is made from the one before. Some are sorted anew.
+    """
+    monkeypatch.setattr(suffix_index, "MOST_INSERTED", 1.0)  # by `with_texts` nothing is
     rng = np.random.default_rng(vocab)
     ngrams, operations, compiled = NgramDictionary(), 0, None
+    index = SuffixIndex.on_host([])
     while operations < 340_000:
-        ngrams.add(random_texts(rng, vocab, count=2, longest=60)[-1])
-        operations += 1
+        end, begin = sum(len(text) + 1 for text in ngrams.texts), 0
+        new = random_texts(rng, vocab, count=rng.integers(2, 4), longest=60)[1:]
+        for text in new:
+            ngrams.add(text)
+            operations += 1
         while sum(len(text) + 1 for text in ngrams.texts) > CAPACITY:
+            begin += len(ngrams.texts[0]) + 1
             ngrams.remove_oldest()
             operations += 1
         texts = list(map(list, ngrams.texts))
+        if rng.random() < 0.1:
+            index = SuffixIndex.on_host(texts)
+        else:
+            index = index.with_texts(new, begin, end)
         rows = random_rows(rng, texts, vocab, ROWS)
-        check(SuffixIndex.of(texts, CAPACITY), ngrams, rows)
+        check(jax.tree.map(jnp.asarray, index.padded(CAPACITY)), ngrams, rows)
         operations += len(rows)
         compiled = compilations() if compiled is None else compiled
     assert compilations() == compiled

@@ -36,7 +36,7 @@ from specjax.models import delta_rule, linear_attention
 from specjax.models.config import LinearAttention
 from specjax.models.states import State
 from tests.conftest import FEW_TOKENS, HYBRID, SHAPES, tiny_target
-from tests.evaluation.test_conformance import of_dflash2
+from tests.evaluation.test_conformance import of_dflash2, of_texts
 
 # This drafter runs the last layer of the target, which must have attention then.
 OTHERWISE = {"moa": {"linear_layers": (0, 1)}}
@@ -71,6 +71,7 @@ METHODS = {
     "plain": lambda target, shape: NoDraft(),
     "prompt lookup": lambda target, shape: PromptLookup(draft=shape),
     "token recycling": lambda target, shape: TokenRecycling(draft=shape),
+    "suffix": lambda target, shape: of_texts(shape, target.config.vocab_size),
     # Its only layer keeps a state.
     "early exit": lambda target, shape: EarlyExit(layers=1, draft=shape),
     "draft model": lambda target, shape: DraftModel(hybrid_like(target), draft=shape),
@@ -125,12 +126,13 @@ def known_to(target):
     return IDS[target.config.vocab_size > IDS]
 
 
+LOOKED_UP = {"token recycling", "suffix"}
 ALL = [
     (m, s)
     for m in METHODS
     for s in SHAPES
     if (m not in ("plain", "prompt lookup", "prediction") or s == "chain")
-    and (m, s) != ("token recycling", "sampled")
+    and (m not in LOOKED_UP or s != "sampled")
 ]
 
 
@@ -160,6 +162,8 @@ DRAWN_OFTEN = [("prompt lookup", "chain")]
 DRAWN_WITH = ("draft model", "early exit", "mtp", "eagle3", "medusa", "dense draft model")
 DRAWN = [(method, shape) for method in DRAWN_WITH for shape in SMALL]
 DRAWN += [("prompt lookup", "chain"), ("moa", "sampled"), ("peagle", "static"), ("dspark", "chain")]
+DRAWN += [("suffix", "chain"), ("suffix", "dynamic"), ("token recycling", "dynamic")]
+DRAWN += [("together", "chain")]
 
 
 def distribution_target(**changes):

@@ -11,6 +11,7 @@ from flax import struct
 
 import specjax
 from specjax.decoding.constrained import legal_tokens
+from specjax.drafters import Drafter, PromptLookup, Together, TokenRecycling
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError, LogitsError
 from specjax.models.transformer import Target
@@ -59,12 +60,12 @@ SIZES: dict[str, Any] = {
 Engines of equal sizes share their programs, here and in `test_thinking`."""
 
 
-def engine(drafter: str = "chain", **options: Any) -> Engine:
+def engine(drafter: str | Drafter = "chain", **options: Any) -> Engine:
     target, model = models()
     target = options.pop("target", target)
     return Engine(
         target,
-        DRAFTERS[drafter](target, model),
+        DRAFTERS[drafter](target, model) if isinstance(drafter, str) else drafter,
         **SIZES | {"tokenizer": small_tokenizer(), "grammars": True} | options,
     )
 
@@ -257,6 +258,41 @@ def test_a_prediction_changes_the_time_of_a_constrained_text_alone(drafter, monk
     assert alone.predicted_tokens == len(texts[1])
     # Six copied tokens and the target's own take one step.
     assert alone.result().statistics.steps <= -(-len(texts[1]) // 7) + 1
+
+
+@pytest.mark.full
+def test_the_texts_of_a_union_with_grammars_and_predictions_are_those_of_plain_decoding(
+    monkeypatch,
+) -> None:
+    """Check right and wrong predictions, and texts without a prediction or a grammar."""
+    monkeypatch.setattr(constrained_calls, "STALL_SECONDS", (60.0, 60.0))  # see above
+    union = Together((PromptLookup(draft=2), TokenRecycling(successors=2, draft=Chain(2))))
+    grammars = [GRAMMARS["schema"], GRAMMARS["regex"], None]
+    texts = [
+        expected(prompt, grammars[index % 3], index, 1.0) for index, prompt in enumerate(PROMPTS)
+    ]
+    predictions = [None if index % 4 == 3 else list(text) for index, text in enumerate(texts)]
+    for prediction in predictions[::2]:
+        prediction[len(prediction) // 2] = (prediction[len(prediction) // 2] + 1) % END
+    sizes: dict[str, Any] = {"widths": (4,), "warm": False, "max_prediction": 4}
+    with engine(union, drafts=[union.draft_shape], **sizes) as served:
+        served._loop._constrained.kinds = "masked"  # the engine's choice would depend on times
+        handles = [
+            served.submit(
+                prompt,
+                max_new_tokens=NEW,
+                temperature=1.0,
+                seed=index,
+                eos_token_ids=(END,),
+                grammar=grammars[index % 3],
+                prediction=predictions[index],
+            )
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        assert [list(handle.result(timeout=120).tokens) for handle in handles] == texts
+        parts = served.statistics.parts
+    assert all(handle.predicted_tokens > 0 for handle in handles[1::4])
+    assert min(part.accepted_only for part in parts) > 0
 
 
 @pytest.mark.full

@@ -20,6 +20,8 @@ from specjax.serving.earlier_answers import (
 )
 from specjax.serving.pages import Tenant
 from tests.conftest import compilations
+from tests.decoding.test_constrained import GRAMMARS, compiler, models
+from tests.grammars.tokenizers_for_tests import small_tokenizer
 
 A, B, C = Tenant("a"), Tenant("b"), Tenant("a", "salt")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -362,20 +364,23 @@ def test_places_of_an_index_are_32_bit_numbers() -> None:
 
 @pytest.mark.full
 @pytest.mark.thorough
-def test_predictions_grammars_and_penalties_beside_earlier_answers(target) -> None:
+def test_predictions_grammars_and_penalties_beside_earlier_answers() -> None:
     """Check drafters that wrap the suffix drafter: their texts are those of plain decoding."""
     options: dict[str, Any] = {"max_prediction": 4, "penalties": True, "max_logprobs": 1}
+    options |= {"grammars": True, "tokenizer": small_tokenizer()}
     stated = [
         {},
+        {"grammar": GRAMMARS["schema"]},
+        {"grammar": GRAMMARS["regex"], "prediction": [0, 1, 3, 4]},
         {"prediction": [5, 9, 2]},
         {"presence_penalty": 0.7},
         {"logprobs": 1},
     ]
     texts = []
-    for earlier in (0, CAPACITY):
+    for drafter, earlier in ((None, 0), (SUFFIX, CAPACITY)):
         with Engine(
-            target,
-            SUFFIX,
+            models()[0],
+            drafter,
             rows=2,
             capacity=64,
             page=8,
@@ -394,3 +399,7 @@ def test_predictions_grammars_and_penalties_beside_earlier_answers(target) -> No
                 ]
             )
     assert texts[0] == texts[1]
+    for text, more in zip(texts[0], stated * 2, strict=True):
+        if "grammar" in more:
+            matcher = compiler().compile(more["grammar"]).matcher(())
+            assert matcher.count_legal(text) == len(text) > 2

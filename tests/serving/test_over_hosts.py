@@ -163,7 +163,7 @@ def test_answers_that_the_first_process_cannot_sort_are_dropped_by_all(wire, mon
 
 @pytest.mark.full
 def test_two_processes_draft_from_earlier_answers_as_one_does(directory) -> None:
-    """Compare texts and accepted tokens, and what each process has on its device."""
+    """Compare the texts and accepted tokens of a union, and what each process has on its device."""
     module = two_processes_with_answers
     with processes(module.__name__, directory) as running:
         with Engine(*module.models(directory, None), **module.OPTIONS) as engine:
@@ -173,6 +173,7 @@ def test_two_processes_draft_from_earlier_answers_as_one_does(directory) -> None
     first, second, of_b, third, without, second_of_b, last = alone["accepted"]
     assert min(second, third, second_of_b, last) >= 15 > max(first, of_b, without)
     assert first == of_b  # tenants are apart
+    assert min(alone["by_part"]) > 0
     assert all(text == alone["texts"][0] for text in alone["texts"])
     assert served["model"] == served["data"] == alone
     assert alone["compiled"] == 0

@@ -8,7 +8,9 @@ import pytest
 
 import specjax
 from specjax.assets import embedded
+from specjax.chat import ToolCalls, answer_syntax
 from specjax.decoding.stats import Stats
+from specjax.drafters import PromptLookup
 from specjax.drafts.shapes import Chain
 from specjax.errors import LogitsError
 from specjax.grammars import ThoughtTokens
@@ -30,6 +32,7 @@ from specjax.serving.totals import KindCounts, RowTokens, Totals
 from specjax.templates import renderer
 from specjax.text import encode_continuation, load_tokenizer
 from tests.chat.published_templates import template
+from tests.conftest import tiny_target
 from tests.decoding.test_constrained import models
 from tests.serving.test_constrained import PROMPTS as BROKEN_PROMPTS
 from tests.serving.test_constrained import BrokenAtSevens
@@ -277,6 +280,50 @@ def test_counters_of_an_engine_add_up_and_regions_are_those_of_an_oracle(
     assert regions["tool_call"] == KindCounts()
     if drafter != "none":
         assert sum(regions[name].drafted for name in accepted) > 0
+
+
+@pytest.mark.full
+def test_calls_of_tools_have_counters_of_their_own() -> None:
+    """Let a grammar make the model repeat calls of its prompt, and read their text again."""
+    tokenizer = load_tokenizer(embedded("target"))
+    tokenizer.chat_template = template("qwen3")
+    function = {"name": "weather", "arguments": {"city": "Oslo"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": "Rain."},
+        {"role": "user", "content": "And now?"},
+    ]
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}}
+    schema |= {"required": ["city"], "additionalProperties": False}
+    syntax = answer_syntax(tokenizer).calls
+    assert syntax is not None
+    sizes: Any = {"rows": 1, "capacity": 512, "page": 64, "chunk": 64, "steps": 4}
+    target, drafter = tiny_target(vocab_size=3072, max_positions=512), PromptLookup(draft=3)
+    with Engine(
+        target, drafter, drafts=[Chain(3)], tokenizer=tokenizer, grammars=True, warm=False, **sizes
+    ) as served:
+        handle = served.submit(
+            messages,
+            max_new_tokens=120,
+            eos_token_ids=(),
+            grammar=ToolCalls(syntax, {"weather": schema}, several=False),
+            chat_template_kwargs={"enable_thinking": False},
+        )
+        tokens = list(handle.result(timeout=300).tokens)
+        check_sums(served)
+        regions = served.statistics.regions
+    generated, accepted = {"answer": 0, "tool_call": 0}, {"answer": 0, "tool_call": 0}
+    flags = [flag for piece in handle for flag in piece.accepted]
+    for place, is_accepted in enumerate(flags):
+        text = tokenizer.decode(tokens[:place])
+        is_call = "<tool_call>" in text and "</tool_call>" not in text
+        generated["tool_call" if is_call else "answer"] += 1
+        accepted["tool_call" if is_call else "answer"] += is_accepted
+    assert {name: regions[name].generated for name in generated} == generated
+    assert {name: regions[name].accepted for name in accepted} == accepted
+    assert min(generated.values()) > 0 and accepted["tool_call"] > 0
+    assert regions["thinking"] == KindCounts()
 
 
 @pytest.mark.full

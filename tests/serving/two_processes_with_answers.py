@@ -1,4 +1,4 @@
-"""One of two processes that draft from earlier answers together. `test_over_hosts` starts both.
+"""One of two processes whose union drafts from earlier answers. `test_over_hosts` starts both.
 
     python -m tests.serving.two_processes_with_answers DIRECTORY COORDINATOR PROCESS
 
@@ -18,7 +18,7 @@ import numpy as np
 
 import specjax
 from specjax import processes
-from specjax.drafters import Suffix
+from specjax.drafters import Suffix, Together, TokenRecycling
 from specjax.drafts.shapes import Chain
 from specjax.serving import Engine, follow
 from specjax.serving.device import EngineDevice
@@ -28,6 +28,7 @@ from tests.conftest import compilations
 from tests.serving.two_processes import MESHES
 
 CAPACITY = 1024
+DRAFTER = Together((TokenRecycling(successors=2, draft=Chain(2)), Suffix(draft=Chain(4))))
 OPTIONS: dict[str, Any] = {
     "rows": 2,
     "widths": (2,),
@@ -35,7 +36,7 @@ OPTIONS: dict[str, Any] = {
     "page": 8,
     "chunk": 8,
     "steps": 4,
-    "drafts": [Chain(4)],  # so that the accepted tokens do not depend on time
+    "drafts": [DRAFTER.draft_shape],  # so that the accepted tokens do not depend on time
     "earlier_answers": CAPACITY,
     "warm": True,  # so that nothing is compiled later
 }
@@ -43,15 +44,16 @@ REQUEST: dict[str, Any] = {"max_new_tokens": 24, "eos_token_ids": (), "temperatu
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def models(directory: Path, mesh: jax.sharding.Mesh | None) -> tuple[specjax.Target, Suffix]:
+def models(directory: Path, mesh: jax.sharding.Mesh | None) -> tuple[specjax.Target, Together]:
     target = specjax.Target.from_pretrained(directory / "target", dtype=np.float32, mesh=mesh)
-    return target, Suffix(draft=Chain(4))
+    return target, DRAFTER
 
 
 def serve(engine: Engine) -> dict[str, Any]:
     """Return texts, and how many of their tokens were drafted and accepted, as JSON.
 
-    After the third text of tenant a, other answers of it remove its earlier ones.
+    The accepted tokens are those of each text, and those that one part of the drafter alone
+    offered. After the third text of tenant a, other answers of it remove its earlier ones.
     """
     answers = engine._loop.answers
     assert answers is not None
@@ -73,12 +75,19 @@ def serve(engine: Engine) -> dict[str, Any]:
             time.sleep(0.01)
         compiled = compiled or compilations()
     compiled = compilations() - compiled
+    by_part = [part.accepted_only for part in engine.statistics.parts]
     # Several tenants at once, whose answers are sorted while they run.
     handles = [
         engine.submit(PROMPT, tenant="abc"[seed % 3], seed=seed, **REQUEST) for seed in range(9)
     ]
     together = [list(handle.result(120).tokens) for handle in handles]
-    return {"texts": texts, "accepted": accepted, "compiled": compiled, "together": together}
+    return {
+        "texts": texts,
+        "accepted": accepted,
+        "by_part": by_part,
+        "compiled": compiled,
+        "together": together,
+    }
 
 
 def record_puts(puts: list[str]) -> None:
