@@ -17,6 +17,7 @@ from specjax.cli.main import main
 from specjax.decoding.stats import Stats
 from specjax.errors import InputError
 from specjax.pipeline import Generation, Run, TextGenerator, settings
+from specjax.serving import Engine
 from specjax.text import GrowingText
 from tests.conftest import ASSETS, tiny_target
 from tests.test_text import of_bytes_and_spaces
@@ -191,6 +192,40 @@ def test_a_model_that_is_loaded_already_brings_no_tokenizer(generator) -> None:
     )
     assert longer.drafter.draft == specjax.Chain(30)
     assert specjax.load(generator.target, "none", tokenizer=generate.tokenizer).drafter is None
+
+
+@pytest.mark.full
+def test_calls_and_an_engine_speculate_as_it_was_loaded_unless_they_state_it(tiny_pair) -> None:
+    """Load a generator that does not speculate, and let a call, a row and a request do so."""
+    generate = specjax.load(*tiny_pair, draft="chain:4", speculation="off")
+    options = {"max_new_tokens": 12, "eos_token_ids": ()}
+    expected = generate(PROMPT, **options)
+    assert (expected.statistics.drafted, expected.statistics.emitted) == (0, 12)
+    drafted = generate(PROMPT, speculation="auto", **options)
+    assert drafted.statistics.drafted > 0 and drafted.tokens == expected.tokens
+    rows = generate([PROMPT] * 3, speculation=["auto", "off", 1], **options)
+    assert [len(row.statistics.by_position) for row in rows] == [4, 4, 4]
+    assert [sum(row.statistics.drafted_at[1:]) > 0 for row in rows] == [True, False, False]
+    assert [row.statistics.drafted > 0 for row in rows] == [True, False, True]
+    assert {row.tokens for row in rows} == {expected.tokens}
+    with Engine(generate, rows=1, capacity=64, page=8, chunk=16, drafts=["chain:4"]) as engine:
+        for stated, drafts in ((None, False), ("auto", True), ("off", False), ("chain:4", True)):
+            before = engine.statistics.drafted
+            handle = engine.submit(PROMPT, speculation=stated, **options)
+            assert handle.result(60).tokens == expected.tokens
+            assert (engine.statistics.drafted > before) == drafts, stated
+
+
+def test_a_speculation_that_no_call_may_state_is_refused_by_load(generator) -> None:
+    arguments = generator.target, generator.drafter
+    options = {"tokenizer": generator.tokenizer, "draft": "chain:4"}
+    assert specjax.load(*arguments, **options, speculation="chain:4").speculation == "chain:4"
+    for stated, message in (
+        ("chain:99", "speculation='chain:99': give auto, off, .*, chain:4$"),
+        (-1, "speculation=-1: a depth is at least 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            specjax.load(*arguments, **options, speculation=stated)
 
 
 def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
