@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from specjax import sharding
 from specjax.models.transformer import Target
 from tests.models.quantization import modelopt, quantized
-from tests.models.quantization.quantized import as_floats
+from tests.models.quantization.quantized import as_floats, bits
 
 RECORDED = Path(__file__).parent / "of_modelopt"
 FOLDER = Path(os.environ.get("SPECJAX_MODELOPT", RECORDED))
@@ -31,12 +31,6 @@ def read(directory: Path, **options) -> Target:
 
 
 def assert_same_bits(params, expected) -> None:
-    """Check that all numbers are the same; zeros may differ in their sign."""
-
-    def bits(array) -> np.ndarray:
-        assert array.dtype == np.float32
-        return (np.asarray(array) + np.float32(0)).view(np.uint32)
-
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_array_equal(bits(ours), bits(theirs)),
         params,
