@@ -43,3 +43,9 @@ def as_floats(target: Target) -> Any:
 def in_floats(target: Target) -> Target:
     """Return a target with all matrices in floats."""
     return target.replace(params=as_floats(target))
+
+
+def bits(array: Any) -> np.ndarray:
+    """Return the bits of float32 numbers; zeros have the same, whatever their sign."""
+    assert array.dtype == np.float32
+    return (np.asarray(array) + np.float32(0)).view(np.uint32)

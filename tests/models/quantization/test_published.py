@@ -13,8 +13,11 @@ import pytest
 from tests.with_torch import torch  # compressed-tensors needs it
 
 # isort: split
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
@@ -31,7 +34,7 @@ from tests.models.quantization.compressed import (
     scheme,
     write,
 )
-from tests.models.quantization.quantized import as_floats, forms_of, read
+from tests.models.quantization.quantized import as_floats, bits, forms_of, read
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 ATTENTION, MLP = "re:.*self_attn.*", "re:.*mlp.*"
@@ -129,23 +132,45 @@ def test_logits_are_those_of_the_weights_that_the_library_reads(
 @pytest.mark.full
 @pytest.mark.parametrize("inputs", ["measured", pytest.param("floats", marks=pytest.mark.thorough)])
 def test_nvfp4_has_the_weights_that_the_library_reads(tmp_path, inputs) -> None:
-    """The library rounds them to bfloat16."""
+    """The library's own reader rounds them to bfloat16; its functions also have float32."""
     blocks = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     blocks["scale_dtype"] = torch.float8_e4m3fn
+    args = QuantizationArgs(**blocks)
     dynamic = QuantizationArgs(dynamic="local", observer="static_minmax", **blocks)
     arguments = {"bits": blocks.pop("num_bits"), **blocks}
-    expected = write(
+    library = write(
         tmp_path, [scheme(inputs=dynamic if inputs == "measured" else None, **arguments)]
     )
     with pytest.warns(UserWarning, match="NVFP4 as int8 in groups of 16 .14 tensors."):
         stored = read(tmp_path)
     assert forms_of(stored) == dict.fromkeys(MATRICES, Form("int8", 16))
-    names = {"q": "self_attn.q_proj", "o": "self_attn.o_proj", "down": "mlp.down_proj"}
-    state, layers = expected.state_dict(), as_floats(stored)["layers"]
-    for index, (ours, theirs) in itertools.product(range(2), names.items()):
-        weights = np.asarray(layers[index][ours].T.astype(jnp.bfloat16), np.float32)
-        library = state[f"model.layers.{index}.{theirs}.weight"].float().numpy()
-        np.testing.assert_array_equal(weights, library)
+    state, layers = library.state_dict(), as_floats(stored)["layers"]
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for index, matrix in itertools.product(range(2), MATRICES):
+        module = "self_attn" if matrix in MATRICES[:4] else "mlp"
+        name = f"model.layers.{index}.{module}.{matrix}_proj.weight"
+        ours = np.asarray(layers[index][matrix].T)
+        np.testing.assert_array_equal(
+            ours.astype(jnp.bfloat16).astype(np.float32), state[name].numpy()
+        )
+        packed = tensors[f"{name}_packed"]
+        numbers = unpack_fp4_from_uint8(packed, *ours.shape, dtype=torch.float32)
+        state[name] = dequantize(
+            numbers,
+            tensors[f"{name}_scale"].float(),
+            args=args,
+            dtype=torch.float32,
+            global_scale=tensors[f"{name}_global_scale"],
+        )
+        # The library has zeros of both signs.
+        np.testing.assert_array_equal(bits(ours), bits(state[name].numpy()))
+    library.load_state_dict(state)
+    expected = logits(library)
+    with pytest.warns(UserWarning, match="NVFP4 as float32 .14 tensors."):
+        floats = read(tmp_path, weights="float")
+    np.testing.assert_allclose(our_logits(floats), expected, rtol=0, atol=1e-4)
+    assert 0 < share(our_logits(stored), expected) < ROUNDED[16]
 
 
 @pytest.mark.full
