@@ -6,7 +6,7 @@ The embedded model continues twelve beginnings of code, one after the other, as 
 The counts depend on the machine only through rounding.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from specjax.drafters.methods.token_recycling import AdjacencyTable
 from specjax.drafters.suffix_index import SuffixIndex
 from specjax.drafts.shapes import DynamicTree
 from specjax.models.transformer import Target
+from specjax.pipeline import TextGenerator
 from specjax.sampling import Sampling
 
 BEGINNINGS = (
@@ -52,16 +53,19 @@ class WithAnswers(specjax.TokenRecycling):
 
 
 def tokens_a_step(
-    pipeline: Any, temperature: float, keeps_answers: bool
+    generator: TextGenerator,
+    temperature: float,
+    keeps_answers: bool,
+    beginnings: Sequence[str] = BEGINNINGS,
 ) -> tuple[float, list[list[int]]]:
     """Return the mean number of tokens a step of all texts, and the texts."""
     texts: list[list[int]] = []
     steps = 0
-    for number, beginning in enumerate(BEGINNINGS):
+    for number, beginning in enumerate(beginnings):
         answers = SuffixIndex.of(texts if keeps_answers else [], CAPACITY)
-        prompt = np.array([pipeline.encode(beginning)])
+        prompt = np.array([generator.encode(beginning)])
         result = specjax.generate(
-            pipeline.target,
+            generator.target,
             WithAnswers(draft=DynamicTree(4, 5, 16), answers=answers),
             prompt,
             max_new_tokens=NEW_TOKENS,
@@ -78,12 +82,13 @@ def tokens_a_step(
 
 def main() -> None:
     """Print the tokens a step, and check that the texts do not depend on the tables."""
-    pipeline = specjax.load("embedded", generation_config=None)
+    generator = specjax.load("embedded", generation_config=None)
     table = Table("temperature", "empty tables", "with earlier answers", title="tokens a step")
     for temperature in (0.0, 0.8):
-        empty, texts = tokens_a_step(pipeline, temperature, keeps_answers=False)
-        filled, same_texts = tokens_a_step(pipeline, temperature, keeps_answers=True)
-        assert texts == same_texts
+        empty, texts = tokens_a_step(generator, temperature, keeps_answers=False)
+        filled, same_texts = tokens_a_step(generator, temperature, keeps_answers=True)
+        if texts != same_texts:
+            raise RuntimeError("the texts depend on the tables")
         table.add_row(f"{temperature:g}", f"{empty:.2f}", f"{filled:.2f}")
     Console().print(table)
 

@@ -23,6 +23,7 @@ from benchmarks import (
     objectives,
     overfit,
     peers,
+    recycled_answers,
     suffix_index,
     synthetic,
     train,
@@ -538,3 +539,13 @@ def test_results_that_differ_are_not_timed() -> None:
         objectives.check_equal("theirs", result, half, factor=1.0)
     with pytest.raises(InputError, match=r"the tensors differ: \{'fc.weight'\}"):
         objectives.check_equal("theirs", result, (2.0, {}), factor=1.0)
+
+
+@pytest.mark.full
+def test_the_texts_of_token_recycling_do_not_depend_on_its_tables() -> None:
+    generator = specjax.load("embedded", generation_config=None)
+    beginnings = recycled_answers.BEGINNINGS[:2] * 2  # each comes again
+    empty, texts = recycled_answers.tokens_a_step(generator, 0.0, False, beginnings)
+    filled, same_texts = recycled_answers.tokens_a_step(generator, 0.0, True, beginnings)
+    assert texts == same_texts
+    assert filled > empty > 1

@@ -641,7 +641,7 @@ class ModelConfig:
         Raises:
             InputError: none of these layers would attend to entries.
         """
-        self._check_first(count, changes)
+        self._check_attends(count, changes)
         windowed, linear = (
             [i for i in layers if i < count]
             for layers in (self.windowed_layers, self.linear_layers)
@@ -656,7 +656,8 @@ class ModelConfig:
             self, **{"num_layers": count, "layers": self.layers[:count], **kinds, **changes}
         )
 
-    def _check_first(self, count: int, changes: dict[str, Any]) -> None:
+    def _check_attends(self, count: int, changes: dict[str, Any]) -> None:
+        """Raise an InputError if none of the first ``count`` layers attends to entries."""
         names = ("linear", "linear_layers", "mlp_layers", "windowed_layers")
         kinds = {name: changes[name] for name in names if name in changes}
         whole = replace(self, num_layers=max(count, self.num_layers), **kinds)

@@ -241,7 +241,8 @@ class DraftChoice:
         survival = [_EXPECTED**depth for depth in range(1 + max(map(_depth, drafts)))]
         self._measured = [_Measured([sum(survival[: 1 + _depth(draft)])]) for draft in drafts]
         self._chains = _Measured(survival[1:])  # by depth
-        self._is_chain = [draft is not None and _is_plain_chain(draft) for draft in self.drafts]
+        # For each draft, whether it is a plain chain.
+        self._plain_chains = [draft is not None and _is_plain_chain(draft) for draft in self.drafts]
         # By index of a union, the drafts of some of its parts. Its calls measure their tokens, too.
         self._shares = {
             index: _shares(draft, self.drafts)
@@ -250,7 +251,10 @@ class DraftChoice:
         }
         # Chains that are measured in two ways: as chains, and by calls with a union.
         self._shared_chains = {
-            index for shares in self._shares.values() for index in shares if self._is_chain[index]
+            index
+            for shares in self._shares.values()
+            for index in shares
+            if self._plain_chains[index]
         }
         # The draft in use, by number of rows, by whether some row has a prediction, and by kind.
         self._current: dict[tuple[int, bool, RowGroup], int] = {}
@@ -295,7 +299,7 @@ class DraftChoice:
             beside = draft.beside
             drafted = 1.0 if beside is None else self._drafted_tokens(beside, 0.0, group)
             return predicted * copied + (1 - predicted) * drafted
-        if self._is_chain[index] and not self._is_told_by_union(index, group):
+        if self._plain_chains[index] and not self._is_told_by_union(index, group):
             # Chains share their measurements: each begins like the others.
             return 1.0 + self._chains.tokens(group, draft.depth)
         return self._measured[index].tokens(group)
@@ -503,7 +507,7 @@ class DraftChoice:
         an accepted path is cut where these parts do not offer it.
         """
         steps = results.row_steps
-        if self._is_chain[index]:
+        if self._plain_chains[index]:
             accepted = [float(count) for count in results.accepted_at[: _depth(self.drafts[index])]]
             self._chains.add(group, steps, accepted)
             for chain in self._shared_chains - {index}:
@@ -561,4 +565,5 @@ def _depth(draft: DraftShape | Copies | None) -> int:
 
 
 def _is_plain_chain(draft: DraftShape | Copies) -> bool:
+    """Return whether a draft is a chain of a fixed length, whose shorter ones it measures, too."""
     return isinstance(draft, Chain) and not draft.stop_below

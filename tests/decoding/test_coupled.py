@@ -14,7 +14,7 @@ from specjax.decoding import loop, verification
 from specjax.decoding.options import GenerationOptions, default_rule
 from specjax.drafters import DraftModel, NoDraft, PromptLookup
 from specjax.drafts.draft import Draft
-from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
+from specjax.drafts.shapes import Chain, DynamicTree, StaticTree, UnionTree
 from specjax.errors import InputError
 from specjax.evaluation import conformance, metrics
 from specjax.sampling import Sampling
@@ -264,6 +264,11 @@ def test_rules_of_chains_are_refused_for_trees(target, rule) -> None:
         tiny_target(seed=5, num_layers=1),
         GenerationOptions(sampling=Sampling(), rule=rule),
     )
+    # As many nodes as levels, and yet they may branch.
+    branching = (DynamicTree(2, 3, 4), UnionTree((Chain(1), Chain(4)), most=4))
+    for shape in branching:
+        with pytest.raises(InputError, match="verifies chains, but the draft is a"):
+            options.rule_for(shape)
     for name, shape in SHAPES.items():
         if name in ("chain", "adaptive"):
             assert options.rule_for(shape) == rule

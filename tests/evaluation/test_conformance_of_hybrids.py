@@ -36,7 +36,7 @@ from specjax.models import delta_rule, linear_attention
 from specjax.models.config import LinearAttention
 from specjax.models.states import State
 from tests.conftest import FEW_TOKENS, HYBRID, SHAPES, tiny_target
-from tests.evaluation.test_conformance import of_dflash2, of_texts
+from tests.evaluation.test_conformance import LOOKED_UP, of_dflash2, of_texts
 
 # This drafter runs the last layer of the target, which must have attention then.
 OTHERWISE = {"moa": {"linear_layers": (0, 1)}}
@@ -126,7 +126,6 @@ def known_to(target):
     return IDS[target.config.vocab_size > IDS]
 
 
-LOOKED_UP = {"token recycling", "suffix"}
 ALL = [
     (m, s)
     for m in METHODS

@@ -762,30 +762,43 @@ def test_budgets_of_a_hybrid(tmp_path, chips, draft) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)]
+    ("chips", "rows"),
+    [
+        pytest.param("v5e:2x2", 1, marks=needs_libtpu),
+        pytest.param("v5e:2x2", 16, marks=needs_libtpu),
+        pytest.param("h100", 1, marks=needs_cuda),
+    ],
 )
-def test_budgets_of_a_hybrid_with_mamba2(tmp_path, chips) -> None:
+def test_budgets_of_a_hybrid_with_mamba2(tmp_path, chips, rows) -> None:
     """Compile a tree of 60 nodes for three layers with Mamba-2 of Nemotron 3 Nano, and attention.
 
     Experts are left out, because one token reads few of them. The head is an eighth. No array is as
-    large as a state for each node, and no state is copied.
+    large as a state for each node, and no state is copied. The states are read twice and written
+    once: by the pass, and when accepted tokens are written into them.
     """
     whole = published("nemotron-3-nano-30b-a3b")
     layers: dict[str, Any] = {"linear_layers": (0, 1, 2), "mlp_layers": (), "moe": None}
     shape = replace(whole, num_layers=4, vocab_size=whole.vocab_size // 8, **layers)
     (tmp_path / "config.json").write_text(json.dumps(config_json.format_config(shape, "bfloat16")))
     drafts = ("--drafter", "token-recycling:10", "--draft", "dynamic:10,7,60")
-    sizes = ("--batch", "1", "--context", "1024")
+    sizes = ("--batch", str(rows), "--context", "1024")
     plan = planned("compile", "--chips", chips, "--target", str(tmp_path), *drafts, *sizes)
     plain, drafting = plan["steps"]
-    assert plain["decode"]["a_step"]["bytes"] <= 1.1 * plain["must_read_bytes"]
-    assert not plain["decode"]["cache_copies"] and not drafting["decode"]["cache_copies"]
+    for step in plan["steps"]:
+        share = step["decode"]["a_step"]["bytes"] / step["must_read_bytes"]
+        print(
+            f"{chips}, {rows} rows: {share:.2f}, largest {step['decode']['largest'] / 1e6:.1f} MB"
+        )
+        assert not step["decode"]["cache_copies"]
+    of_a_plain_step = plain["must_read_bytes"] + 2 * plain["state_bytes"] * (rows > 1)
+    assert plain["decode"]["a_step"]["bytes"] <= 1.1 * of_a_plain_step
     nodes, of_attention = 60, 2 * shape.num_kv_heads * shape.head_dim * 2
-    of_states = drafting["drafted_bytes"] - nodes * of_attention
+    of_states = drafting["drafted_bytes"] - rows * nodes * of_attention
     assert 0 < of_states <= 0.012 * nodes * drafting["state_bytes"]
     of_one_layer = drafting["state_bytes"] // 3
     assert drafting["decode"]["largest"] < 0.2 * nodes * of_one_layer
-    if chips != "h100":  # XLA for GPUs writes what the layers compute for all nodes
+    # XLA for GPUs writes what the layers compute for all nodes, and for TPUs that of many rows.
+    if chips != "h100" and rows == 1:
         assert drafting["decode"]["a_step"]["bytes"] <= 1.1 * drafting["must_read_bytes"]
 
 

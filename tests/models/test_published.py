@@ -100,7 +100,8 @@ TOTALS = {
 @pytest.mark.parametrize("name", TOTALS)
 def test_the_counts_are_those_of_the_model_cards(name) -> None:
     total, not_text = TOTALS[name]
-    assert parameter_count(PUBLISHED[name]) / 1e9 + not_text == pytest.approx(total, rel=0.014)
+    rel = 0.014 if name == "kimi-k2" else 0.012
+    assert parameter_count(PUBLISHED[name]) / 1e9 + not_text == pytest.approx(total, rel=rel)
 
 
 def test_e2b_reads_little_of_what_it_has() -> None:

@@ -215,31 +215,35 @@ def plain(target) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "drafter",
+    ("drafter", "least"),
     [
         pytest.param(
-            SUFFIX, marks=pytest.mark.represents("drafts from earlier answers"), id="suffix"
+            SUFFIX, 15, marks=pytest.mark.represents("drafts from earlier answers"), id="suffix"
         ),
         pytest.param(
             Together((PromptLookup(draft=Chain(2)), Suffix(draft=DynamicTree(2, 4, 6)))),
+            15,
             marks=pytest.mark.full,
             id="together",
         ),
-        pytest.param(TokenRecycling(draft=Chain(4)), marks=pytest.mark.full, id="recycling"),
+        # Of eleven tokens, each has several followers.
+        pytest.param(TokenRecycling(draft=Chain(4)), 14, marks=pytest.mark.full, id="recycling"),
         pytest.param(
             Together((PromptLookup(draft=Chain(2)), TokenRecycling(draft=Chain(4)))),
+            14,
             marks=[pytest.mark.full, pytest.mark.thorough],
             id="together with recycling",
         ),
     ],
 )
-def test_a_text_drafts_from_earlier_answers_of_its_own_tenant_alone(target, plain, drafter) -> None:
+def test_a_text_drafts_from_earlier_answers_of_its_own_tenant_alone(
+    target, plain, drafter, least
+) -> None:
     with engine(target, drafter) as served:
         first = drafted(served, tenant="a")
         compiled = compilations()
         second = drafted(served, tenant="a")
-        print(f"accepted: {accepted(first)}, then {accepted(second)} of {len(second)}")
-        assert accepted(second) > accepted(first)
+        assert accepted(second) >= least > accepted(first)
         for name, salt in (("b", ""), ("a", "b"), ("", "")):
             foreign = drafted(served, tenant=name, cache_salt=salt)
             assert foreign == first  # bit for bit

@@ -249,7 +249,7 @@ class _EngineCollector:
             ),
         }
         parts = statistics.parts
-        names = _different([part.name for part in parts])
+        names = _numbered([part.name for part in parts])
         for field, (name, about) in families.items():
             family = CounterMetricFamily(
                 f"specjax:spec_decode_num_{name}", about, labels=["model_name", "part"]
@@ -336,8 +336,8 @@ class _EngineCollector:
         return family
 
 
-def _different(names: Sequence[str]) -> list[str]:
-    """Return ``names`` with a number behind each that is there before: series have to differ."""
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Return ``names``; one that is there before has a number behind it, so that all differ."""
     earlier = [names[:place].count(name) for place, name in enumerate(names)]
     return [
         f"{name} {count + 1}" if count else name for name, count in zip(names, earlier, strict=True)

@@ -72,7 +72,7 @@ _OF_VISION = {
     **dict.fromkeys(("num_position_embeddings", "position_embedding_size"), 16),
     **dict.fromkeys(("init_pos_emb_height", "init_pos_emb_width"), 2),
 }
-"""Sizes of a vision tower, which no text meets."""
+"""Sizes of a vision tower, which no text needs."""
 
 
 def shrunken(raw: Raw) -> Raw:
@@ -186,7 +186,7 @@ def _move_tokens(raw: Raw) -> None:
             fields[name] = moved.get(value, value)
 
 
-def of_folder(folder: Path) -> dict[str, Raw]:
+def shrink_folder(folder: Path) -> dict[str, Raw]:
     """Return by name the shrunken copies of the accepted files in a folder."""
     copies = {}
     for name, raw in hub_files.files(folder).items():
@@ -196,7 +196,7 @@ def of_folder(folder: Path) -> dict[str, Raw]:
     return copies
 
 
-def stored() -> dict[str, Raw]:
+def stored_copies() -> dict[str, Raw]:
     """Return by name the copies in `PATH`."""
     return json.loads(PATH.read_text())
 
@@ -205,8 +205,7 @@ def by_transformers(raw: Raw) -> every_field.Theirs:
     """Return transformers' model of a shrunken copy, a text and its logits.
 
     The weights are larger than new models' are, so that all layers change the logits, and those of
-    the embedding smaller than the others, so that the epsilon of norms does. They are not those of
-    another seed, for which rounding decides which keys an indexer selects.
+    the embedding smaller than the others, so that the epsilon of norms does.
     """
     import transformers
 
@@ -225,6 +224,7 @@ def by_transformers(raw: Raw) -> every_field.Theirs:
         raw["time_step_min"] = every_field.FAMILIES["nemotron_h"][1]["time_step_min"]
     config = transformers.AutoConfig.for_model(**copy.deepcopy(raw))
     config.initializer_range = config.get_text_config().initializer_range = 0.2
+    # With some other seeds, rounding decides which keys an indexer selects.
     torch.manual_seed(2)
     model = (
         hub_files.model_class(raw)
@@ -243,7 +243,9 @@ def by_transformers(raw: Raw) -> every_field.Theirs:
 
 def main(folder: Path) -> None:
     """Write `PATH`."""
-    lines = [f"{json.dumps(name)}: {json.dumps(raw)}" for name, raw in of_folder(folder).items()]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(raw)}" for name, raw in shrink_folder(folder).items()
+    ]
     PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -10,10 +10,10 @@ from tests.conftest import SHARED
 from tests.models.families import every_field, shrunken
 
 CONFIGS = SHARED / "configs"
-COPIES = shrunken.stored()
+COPIES = shrunken.stored_copies()
 
 
-def models() -> dict[str, list[str]]:
+def names_by_copy() -> dict[str, list[str]]:
     """Return the names of the published models by the first of those with the same copy."""
     names: dict[str, list[str]] = {}
     for name, raw in COPIES.items():
@@ -22,10 +22,10 @@ def models() -> dict[str, list[str]]:
     return names
 
 
-def firsts() -> list[str]:
+def first_of_each_type() -> list[str]:
     """Return the first model of each type."""
     types: dict[str, str] = {}
-    for name in models():
+    for name in names_by_copy():
         types.setdefault(COPIES[name]["model_type"], name)
     return list(types.values())
 
@@ -41,11 +41,11 @@ def compare(name: str, raw: dict[str, Any]) -> every_field.Outcome:
 
 
 @pytest.mark.full
-@pytest.mark.thorough_except(*firsts())
-@pytest.mark.parametrize("name", models())
+@pytest.mark.thorough_except(*first_of_each_type())
+@pytest.mark.parametrize("name", names_by_copy())
 def test_a_shrunken_published_model_has_the_logits_of_transformers(name) -> None:
     result = compare(name, COPIES[name])
-    print(f"{', '.join(models()[name])}: {result.summary}")
+    print(f"{', '.join(names_by_copy()[name])}: {result.summary}")
     assert not result.wrong, result.summary
     assert result.compared_tokens >= every_field.LENGTH * 3 // 4
 
@@ -69,13 +69,13 @@ def test_a_field_that_is_read_otherwise_changes_the_logits_too_much(name, fields
 # --- the copies -----------------------------------------------------------------------------------
 
 
-def test_every_accepted_type_of_the_published_files_has_a_copy() -> None:
+def test_the_copies_are_of_twenty_supported_types() -> None:
     assert len(COPIES) == 46
     assert {raw["model_type"] for raw in COPIES.values()} <= FAMILIES.keys()
-    assert len(firsts()) == 20
+    assert len(first_of_each_type()) == 20
 
 
 @pytest.mark.skipif(not CONFIGS.is_dir(), reason="needs ../shared/data")
 def test_the_copies_are_those_of_the_published_files() -> None:
     """Run ``python -m tests.models.families.shrunken`` with their folder if they are not."""
-    assert shrunken.of_folder(CONFIGS) == COPIES
+    assert shrunken.shrink_folder(CONFIGS) == COPIES
