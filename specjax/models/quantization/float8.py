@@ -19,6 +19,8 @@ KIND = "F8_E4M3"
 """The type's name in a safetensors header."""
 TYPES = {KIND: jnp.float8_e4m3fn, "U8": np.uint8}
 """The types of the tensors that are read here, by their names in a header."""
+_AROUND = 2**20
+"""More bytes than Linux maps around a page that is read, if it has them in its cache."""
 
 
 class MappedTensor:
@@ -56,7 +58,8 @@ class MappedTensor:
     def _give_back(self, part: Any, size: int) -> None:
         """Let the system drop the pages that a slice was read from; it may keep them in its cache.
 
-        The pages between the first and the last index of the first axis are dropped.
+        The pages between the first and the last index of the first axis are dropped, and those that
+        came with them: with small experts, these would be a large part of the file.
         """
         if not hasattr(mmap, "MADV_DONTNEED") or not size:
             return
@@ -67,8 +70,9 @@ class MappedTensor:
                 return
             row = size // self._shape[0]
             first, stop = min(rows[0], rows[-1]) * row, (max(rows[0], rows[-1]) + 1) * row
-        begin = (self._start + first) // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, begin, self._start + stop - begin)
+        begin = max(self._start + first - _AROUND, 0) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(self._start + stop + _AROUND, len(self._map))
+        self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def open_tensors(path: Path, names: Sequence[str]) -> dict[str, MappedTensor]:

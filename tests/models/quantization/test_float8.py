@@ -1,6 +1,7 @@
 """FP8 weights: blocks against numpy, read as floats or as stored, and what is refused."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -277,3 +278,29 @@ def test_scales_that_do_not_fit_are_refused_by_name(directory, edit, message, mo
     monkeypatch.setattr(np, "ascontiguousarray", None)  # every check comes before the first weight
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, "two experts")
+
+
+def mapped_bytes(path: Path) -> int:
+    """Return how many bytes of a file's maps are in the memory of this process."""
+    total, of_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        field, *values = line.split()
+        if not field.endswith(":"):  # a map begins
+            of_file = line.endswith(str(path))
+        elif of_file and field == "Rss:":
+            total += 1024 * int(values[0])
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_pages_that_come_with_a_small_tensor_are_given_back_too(tmp_path) -> None:
+    file, size = tmp_path / "model.safetensors", 2**15
+    names = [f"experts.{index}" for index in range(300)]
+    numbers = {
+        name: np.full((8, size // 8), index % 256, np.uint8) for index, name in enumerate(names)
+    }
+    save_file(numbers, file)
+    tensors = float8.open_tensors(file, names)
+    for name in np.random.default_rng(0).permutation(names):
+        np.testing.assert_array_equal(tensors[name][:, :], numbers[name])
+    assert mapped_bytes(file) < 2**20
