@@ -1,6 +1,5 @@
 """NVFP4 and ModelOpt's checkpoints against a table in numpy, and what is refused."""
 
-import itertools
 import json
 import re
 import shutil
@@ -15,15 +14,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from specjax import sharding
-from specjax.models import config_json, huggingface
+from specjax.models import huggingface
 from specjax.models.checkpoint_files import CheckpointFiles
-from specjax.models.config import MoE
+from specjax.models.config import LinearAttention, MoE
 from specjax.models.fields import CheckpointError
 from specjax.models.quantization import Form, is_quantized, published
 from specjax.models.quantization.nvfp4 import Nvfp4Experts, Nvfp4Matrix, Scales
 from specjax.models.quantization.stored import PlainExperts
 from specjax.models.transformer import Target
-from tests.conftest import MIXTURES, tiny_config, tiny_target
+from tests.conftest import HYBRID, MIXTURES, tiny_config, tiny_target
 from tests.models.quantization import modelopt
 from tests.models.quantization.in_memory import Numbers
 from tests.models.quantization.modelopt import EACH, FP8, NVFP4
@@ -594,43 +593,91 @@ print(json.dumps([total, megabytes("VmHWM") - before]))
 """
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_loading_needs_little_more_memory_than_the_weights_as_they_are_read(tmp_path) -> None:
-    """Pages of the file would be 45% more, and a second copy of the weights 100%."""
-    hidden, inner, layers = 2048, 8192, 6
-    rng, tensors = np.random.default_rng(0), {}
-    shapes = {f"self_attn.{kind}_proj": (hidden, hidden) for kind in "qkvo"}
-    shapes |= {f"mlp.{kind}_proj": (inner, hidden) for kind in ("gate", "up")}
-    shapes["mlp.down_proj"] = (hidden, inner)
-    for layer, (module, shape) in itertools.product(range(layers), shapes.items()):
-        name = f"model.layers.{layer}.{module}.weight"
-        packed, scales, factor = modelopt.random_blocks(rng, *shape)
-        tensors |= {name: packed, f"{name}_scale": scales}
-        tensors[f"{name}_scale_2"] = np.array(factor, np.float32)
-    norms = [f"layers.{layer}.{norm}_layernorm" for layer in range(layers) for norm in NORMS]
-    tensors |= {f"model.{norm}.weight": np.ones(hidden, jnp.bfloat16) for norm in (*norms, "norm")}
-    tensors["model.embed_tokens.weight"] = np.ones((512, hidden), jnp.bfloat16)
-    save_file(tensors, tmp_path / "model.safetensors")
-    sizes = {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_layers": layers,
+# Changes of `tiny_config`, by the name of the model. A gigabyte of weights or more: what one matrix
+# needs while it is read, and the gaps that it leaves, are about 0.1 GB in all.
+LARGE = {
+    "llama": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_layers": 12,
         "num_heads": 16,
         "num_kv_heads": 16,
         "head_dim": 128,
-        "vocab_size": 512,
-        "tie_embeddings": True,
-    }
-    raw = config_json.format_config(tiny_config(**sizes), "bfloat16")
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": OWN}))
-    assert (tmp_path / "model.safetensors").stat().st_size > 200e6
+    },
+    "qwen3_moe": MIXTURES["qwen3_moe"]
+    | {
+        "hidden_size": 1024,
+        "num_layers": 12,
+        "num_heads": 16,
+        "num_kv_heads": 4,
+        "head_dim": 128,
+        "moe": MoE(num_experts=32, experts_per_token=4, intermediate_size=768, normalise=True),
+    },
+    "qwen3_5_text": HYBRID
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_layers": 12,
+        "num_heads": 16,
+        "num_kv_heads": 4,
+        "head_dim": 128,
+        "linear": LinearAttention(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+        "linear_layers": (0, 1, 2, 4, 5, 6, 8, 9, 10),
+    },
+}
+
+
+def write_large(directory: Path, model: str, algorithm: str) -> None:
+    """Write a checkpoint of random matrices; of "mixed" ones, those outside of MLPs are in FP8."""
+    sizes = LARGE[model] | {"vocab_size": 512, "tie_embeddings": True}
+    config, rng = tiny_config(**sizes), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda key: Target.init(config, key, jnp.bfloat16), jax.random.key(0))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    zeros.save_pretrained(directory)
+    tensors = modelopt.load(directory / "model.safetensors")
+    layers = {}
+    for name, weights in list(tensors.items()):
+        if not is_product(name) or name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
+            continue
+        of_matrix = (FP8 if ".mlp." not in name else NVFP4) if algorithm == "mixed" else algorithm
+        layers[name.removesuffix(".weight")] = {"quant_algo": of_matrix}
+        if of_matrix == NVFP4:
+            packed, scales, factor = modelopt.random_blocks(rng, *weights.shape)
+            tensors |= {name: packed, f"{name}_scale": scales}
+            tensors[f"{name}_scale_2"] = np.array(factor, np.float32)
+        else:
+            tensors[name] = rng.integers(0, 64, weights.shape, np.uint8).view(jnp.float8_e4m3fn)
+            tensors[f"{name}_scale"] = np.array(0.5, np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    raw = json.loads((directory / "config.json").read_text())
+    stated = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    stated = OWN | (stated if algorithm == "mixed" else {"quant_algo": algorithm})
+    (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": stated}))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize(
+    ("model", "algorithm"),
+    [
+        ("llama", NVFP4),
+        ("qwen3_moe", NVFP4),
+        ("qwen3_moe", FP8),
+        ("qwen3_5_text", "mixed"),
+    ],
+)
+def test_loading_needs_little_more_memory_than_the_weights_as_they_are_read(
+    tmp_path, model, algorithm
+) -> None:
+    """Pages of the file would be 45% more, and a second copy of the weights 100%."""
+    write_large(tmp_path, model, algorithm)
+    stored = (tmp_path / "model.safetensors").stat().st_size / 1e6
     run = subprocess.run(
         [sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, check=True
     )
     total, peak = json.loads(run.stdout)
-    print(f"{total:.0f} MB of weights, {peak:.0f} MB at most while loading")
-    assert peak < 1.2 * total
-
-
-NORMS = ("input", "post_attention")
+    print(
+        f"{model}, {algorithm}: a file of {stored:.0f} MB, {total:.0f} MB of weights, {peak:.0f} MB"
+        f" at most while loading: {peak / total:.2f} times the weights"
+    )
+    assert total > 1000 and peak < 1.2 * total
