@@ -5,7 +5,8 @@ exponent and 1 bit mantissa, as in `mxfp4`; a byte holds two, the first one in i
 scale of 16 neighbouring inputs is FP8 (e4m3), and that of the matrix float32. ModelOpt multiplies
 by the second scale, and compressed-tensors divides by it. Twice a number is a whole number from -12
 to 12, so that a matrix becomes an int8 matrix in groups of 16. Its weights have the same bits in
-float32 as in both libraries, as long as no scale is below the normal numbers of float32.
+float32 as in both libraries, as long as no scale is below the normal numbers of float32; but zeros
+have no sign.
 
 The experts of a layer may be one tensor, ``[experts, in, out]``: so ModelOpt writes those of Llama
 4 and gpt-oss.

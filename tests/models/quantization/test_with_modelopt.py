@@ -66,7 +66,7 @@ def test_weights_have_the_bits_that_modelopt_dequantizes(name, tmp_path, monkeyp
 @pytest.mark.parametrize(("weights", "error"), [("float", 1e-5), ("stored", 1e-3)])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_are_those_of_a_torch_model_with_these_weights(name, weights, error) -> None:
-    """As they are stored, products round activations to about 15 bits."""
+    """Products with weights as they are stored round activations to about 15 bits."""
     recorded = load_file(FOLDER / f"{name}.safetensors")
     target = read(FOLDER / name, weights=weights)
     logits = np.asarray(target.forward(recorded["prompts"])[0].logits)

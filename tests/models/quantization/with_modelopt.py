@@ -10,7 +10,9 @@ suffices. The third line quantizes small random models with ModelOpt's configura
 them with its ``export_hf_checkpoint``. It writes each to FOLDER/NAME. FOLDER/NAME.safetensors has
 the exported matrices in float32, by ModelOpt's ``dequantize``, and the logits of transformers'
 model with these weights: nothing else is quantized there, in particular no activations. The last
-line compares them with what specjax reads.
+line compares them with what specjax reads. (ModelOpt also simulates quantized weights before the
+export. In FP8 that is no reference: of the small Llama, 0.3% of the simulated weights are one step
+away from the exported ones in float32, and 4% in bfloat16.)
 
 ``--recorded`` writes fewer and smaller checkpoints, those that are in the repository:
 
