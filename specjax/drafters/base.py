@@ -511,8 +511,8 @@ class Drafter(OneLine, KeyedByClass, Generic[State]):
         """Return the state of rows that draft from earlier answers, too.
 
         An engine with ``earlier_answers`` calls it for a new row, before its prompt is read. It
-        changes something only for drafters with an index of these answers, such as
-        `specjax.Suffix`.
+        changes something only for drafters with a field ``answers``, such as `specjax.Suffix`: the
+        engine sets it to the index of these answers, a `SuffixIndex`.
 
         Args:
             state: a state of rows without committed tokens.

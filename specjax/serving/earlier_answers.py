@@ -27,8 +27,6 @@ from jax.sharding import Mesh
 
 from specjax.arguments import is_whole
 from specjax.drafters import Drafter
-from specjax.drafters.methods.suffix import Suffix
-from specjax.drafters.methods.token_recycling import TokenRecycling
 from specjax.drafters.suffix_index import SHORTEST_CONTEXT, SuffixIndex
 from specjax.errors import InputError
 from specjax.serving.pages import Tenant
@@ -318,15 +316,15 @@ class TenantSegments:
 def with_index(drafter: _Drafters, answers: SuffixIndex | None) -> _Drafters:
     """Return a drafter, or the drafters of a list, with the index of ``answers`` to draft from."""
     return jax.tree.map(
-        lambda part: replace(part, answers=answers) if _reads_answers(part) else part,
+        lambda part: replace(part, answers=answers) if _takes_answers(part) else part,
         drafter,
-        is_leaf=_reads_answers,
+        is_leaf=_takes_answers,
     )
 
 
-def _reads_answers(part: Any) -> bool:
-    """Return whether a drafter drafts from earlier answers, if there are any."""
-    return isinstance(part, Suffix | TokenRecycling)
+def _takes_answers(part: Any) -> bool:
+    """Return whether a part is a drafter with a field for the index, see `Drafter.in_segment`."""
+    return isinstance(part, Drafter) and hasattr(part, "answers")
 
 
 def index_bytes(rows: int, capacity: int, mesh: Mesh | None = None) -> int:
@@ -362,8 +360,8 @@ def check_answers(capacity: int, drafter: Drafter) -> None:
     Raises:
         InputError: It cannot. The message says why.
     """
-    parts = jax.tree.leaves(drafter, is_leaf=_reads_answers)
-    if capacity and not any(map(_reads_answers, parts)):
+    parts = jax.tree.leaves(drafter, is_leaf=_takes_answers)
+    if capacity and not any(map(_takes_answers, parts)):
         raise InputError(
             f"earlier_answers={capacity}: the drafter does not use them; give a suffix drafter"
             " (--drafter suffix) or token recycling, alone or together with others"

@@ -6,8 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import struct
 
-from specjax.drafters import NoDraft, PromptLookup, Suffix, Together, TokenRecycling
+from specjax.drafters import (
+    Drafter,
+    NoDraft,
+    PromptLookup,
+    Suffix,
+    Together,
+    TokenRecycling,
+    WithPrediction,
+)
 from specjax.drafters.suffix_index import NO_TOKEN, SuffixIndex
 from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.errors import InputError
@@ -16,7 +25,9 @@ from specjax.serving.earlier_answers import (
     NO_SEGMENT,
     EarlierAnswers,
     TenantSegments,
+    check_answers,
     check_capacity,
+    with_index,
 )
 from specjax.serving.pages import Tenant
 from tests.conftest import compilations
@@ -250,6 +261,25 @@ def test_a_text_drafts_from_earlier_answers_of_its_own_tenant_alone(
         assert drafted(served, tenant="a") == second
         assert compilations() == compiled
     assert [token for token, _ in first] == [token for token, _ in second] == plain
+
+
+@struct.dataclass
+class OwnDrafter(Drafter[tuple[()]]):
+    """A drafter that the engine does not know, with a field for earlier answers."""
+
+    draft: Chain = struct.field(pytree_node=False, default=Chain(2))
+    answers: SuffixIndex | None = None
+
+
+def test_any_drafter_with_a_field_for_answers_has_the_index() -> None:
+    index = SuffixIndex.empty(segments=2, capacity=8)
+    union = Together((PromptLookup(), OwnDrafter()))
+    check_answers(1024, union)
+    lookup, own_drafter = with_index(union, index).parts
+    assert own_drafter.answers is index
+    assert lookup == PromptLookup()
+    copying = with_index(WithPrediction(OwnDrafter(), longest=2), index)
+    assert copying.drafter.answers is index
 
 
 def test_a_text_that_is_not_stored_neither_drafts_from_others_nor_is_drafted_from(
