@@ -210,7 +210,7 @@ def test_actionlint_and_cffconvert_find_nothing_and_notice_what_is_wrong(tmp_pat
         tmp_path / "CITATION.cff",
     )
     text = workflow.read_text()
-    workflow.write_text(text.replace("matrix.resolution", "matrix.solution"))
+    workflow.write_text(text.replace("matrix.python", "matrix.solution"))
     failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert failed.returncode != 0
     assert 'property "solution" is not defined' in failed.stderr
