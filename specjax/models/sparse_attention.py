@@ -221,10 +221,11 @@ def highest(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     values, indices = jax.lax.top_k(scores, count)
     # Without the barrier XLA sorts all scores: it takes the slice into its pattern of a top-k. With
     # one barrier around both results, XLA (JAX 0.10) ends the process for several devices.
-    last = jax.lax.optimization_barrier(values)[..., -1:]
-    above, equal = scores > last, (scores == last) & (scores > -jnp.inf)
-    room = count - jnp.sum(above, axis=-1, keepdims=True)
-    mask = above | (equal & (jnp.cumsum(equal, axis=-1) <= room))
+    lowest = jax.lax.optimization_barrier(values)[..., -1:]
+    # `top_k` takes the first of equal scores. So those of the lowest one that it takes end here.
+    end = jnp.max(jnp.where(values == lowest, indices, -1), axis=-1, keepdims=True)
+    is_equal = (scores == lowest) & (jnp.arange(scores.shape[-1]) <= end)
+    mask = ((scores > lowest) | is_equal) & (scores > -jnp.inf)
     return mask, jnp.where(values > -jnp.inf, indices, scores.shape[-1])
 
 
