@@ -313,14 +313,14 @@ class HloProgram:
         for parameter, operand in zip(_parameters(fused), operands, strict=False):
             size = main_memory_bytes(operand)
             names, users = _users(fused, parameter)
-            kinds = {user.kind if user.operands[0] in names else "other" for user in users}
             if not size or not users:
                 continue
-            if kinds <= set(_UPDATES):
-                # The operand is updated in place: it is neither read nor written as a whole.
+            if _is_in_place(names, users):
+                # The operand is neither read nor written as a whole.
+                updates = [user for user in users if user.kind in _UPDATES]
                 update = sum(
                     main_memory_bytes(without_layout(fused[user.operands[_update_of(user)]].shape))
-                    for user in users
+                    for user in updates
                 )
                 bytes_read = bytes_read + update
                 bytes_written = max(bytes_written - size, 0) + update
@@ -375,6 +375,26 @@ def _users(computation: Mapping[str, Operation], name: str) -> tuple[set[str], l
             else:
                 users.append(operation)
     return names, users
+
+
+def _is_in_place(names: set[str], users: Sequence[Operation]) -> bool:
+    """Return whether a fusion updates a parameter in place.
+
+    It does if its operations only update the parameter, or read the very slice that they update.
+
+    Args:
+        names: all names of the parameter.
+        users: the operations that use it.
+    """
+    updated = {user.operands[2:] for user in users if user.kind == "dynamic-update-slice"}
+    return any(user.kind in _UPDATES for user in users) and all(
+        user.operands[0] in names
+        and (
+            user.kind in _UPDATES
+            or (user.kind == "dynamic-slice" and updated == {user.operands[1:]})
+        )
+        for user in users
+    )
 
 
 def _update_of(operation: Operation) -> int:

@@ -301,10 +301,11 @@ def _scores_in_blocks(
     def add(block: jax.Array | int, scores: jax.Array) -> jax.Array:
         # The last block begins earlier, so that it ends with the cache (see `Filled.block`).
         first = jnp.minimum(block * width, filled.slots - width)
-        before = jax.lax.dynamic_slice_in_dim(scores, first, width, axis=2)
-        return jax.lax.dynamic_update_slice_in_dim(
-            scores, jnp.maximum(before, score_at(block * width)), first, axis=2
-        )
+        of_block = score_at(block * width)
+        if filled.slots % width:
+            before = jax.lax.dynamic_slice_in_dim(scores, first, width, axis=2)
+            of_block = jnp.maximum(before, of_block)
+        return jax.lax.dynamic_update_slice_in_dim(scores, of_block, first, axis=2)
 
     empty = jnp.full((filled.count.shape[0], queries, filled.slots), -jnp.inf)
     with jax.named_scope(LOOP):

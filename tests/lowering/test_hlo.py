@@ -88,6 +88,49 @@ def test_of_a_stack_of_experts_one_is_read_where_a_fusion_inside_a_fusion_takes_
     assert HloProgram(STACK).bytes_moved(turn.operations) == matrix + 4 + matrix + rows + rows
 
 
+UPDATE = """
+%raised (param_0.1: f32[512,1024], param_1.1: s32[], param_2.1: s32[], param_3.1: f32[1,1024]) -> \
+f32[512,1024] {
+  %param_0.1 = f32[512,1024]{1,0} parameter(0)
+  %param_1.1 = s32[] parameter(1)
+  %param_2.1 = s32[] parameter(2)
+  %param_3.1 = f32[1,1024]{1,0} parameter(3)
+  %zero = s32[] constant(0)
+  %row.1 = f32[1,1024]{1,0} dynamic-slice(%param_0.1, READ, %zero), dynamic_slice_sizes={1,1024}
+  %higher.1 = f32[1,1024]{1,0} maximum(%row.1, %param_3.1)
+  ROOT %updated.1 = f32[512,1024]{1,0} dynamic-update-slice(%param_0.1, %higher.1, %param_1.1, \
+%zero)
+}
+
+ENTRY %main (table: f32[512,1024], number: s32[], other: s32[], row: f32[1,1024]) -> \
+f32[512,1024] {
+  %table = f32[512,1024]{1,0} parameter(0)
+  %number = s32[] parameter(1)
+  %other = s32[] parameter(2)
+  %row = f32[1,1024]{1,0} parameter(3)
+  ROOT %fusion.1 = f32[512,1024]{1,0} fusion(%table, %number, %other, %row), kind=kLoop, \
+calls=%raised
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("read", "moved"),
+    [
+        pytest.param("%param_1.1", 3 * ROW + 4, id="the row that is written"),
+        pytest.param("%param_2.1", 2 * 512 * ROW + ROW + 2 * 4, id="another row"),
+    ],
+)
+def test_a_row_that_is_read_and_written_is_updated_in_place(read, moved) -> None:
+    """A kernel that reads another row than it writes needs a copy of the table.
+
+    The bytes are those of rows, and four for the number of each row.
+    """
+    program = HloProgram(UPDATE.replace("READ", read))
+    (turn,) = step(program)
+    assert program.bytes_moved(turn.operations) == moved
+
+
 def test_of_what_is_updated_in_place_the_update_is_moved() -> None:
     def fill(table, row):
         return jax.lax.fori_loop(
