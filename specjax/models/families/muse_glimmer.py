@@ -45,6 +45,11 @@ def _kinds(count: int) -> list[str]:
     return [FULL if is_whole else WINDOWED for is_whole in _is_whole(count)]
 
 
+def _derived(fields: Fields) -> dict[str, Any]:
+    """Return the activation, which has a name of its own. The common name means nothing here."""
+    return {"hidden_act": fields.get("hidden_activation", "silu")}
+
+
 def _turned(fields: Fields) -> list[bool]:
     """Return which layers have RoPE."""
     thetas, count = fields[_THETAS], fields["num_hidden_layers"]
@@ -114,7 +119,8 @@ MUSE_GLIMMER_TEXT = Family(
     windows="any",
     kinds_by_default=_kinds,
     fields=_FIELDS,
-    aliases={"hidden_activation": "hidden_act"},
+    derived_from={"hidden_activation": "hidden_act"},
+    derived=_derived,
     parse=_parse,
     format=_format,
 )

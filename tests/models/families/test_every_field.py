@@ -42,6 +42,7 @@ MEASURED = [
     (Case("llama", "dynamic", "rope_theta", ABSENT), "no change"),
     (Case("smollm3", "", "layer_types", [_FULL, _FULL]), "equal"),
     (Case("smollm3", "", "sliding_window", 3), "equal"),
+    (Case("muse_glimmer", "", "hidden_act", "gelu"), "no change"),
 ]
 
 
