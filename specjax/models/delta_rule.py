@@ -33,12 +33,13 @@ In Kimi Delta Attention (Kimi Linear, arXiv 2510.26692) each row of the table ha
 
 The equations above hold with a g for each row: ``(g_n / g_a) (k_a . k_n)`` becomes the sum over
 rows of ``(g_n / g_a) k_a k_n``. That is no product of matrices, so a chunk is shorter, and a large
-tree is computed for a few rows at a time.
+tree is computed for a few of its nodes at a time.
 
-Everything is computed in float32. The logarithm of a share g_n / g_a is computed as the sum of the
-logarithms of the alphas between the two. As the difference of two longer sums it would lose digits:
-a head may forget everything at some tokens and hardly anything at others, so the sums reach
-thousands, and a small difference of them would be accurate to only one part in ten thousand.
+Everything is computed in float32. The logarithm of a share g_n / g_a is a difference of two sums
+along paths. A plain difference would lose digits: a head may forget everything at some tokens and
+hardly anything at others, so the sums reach thousands, and a small difference of them would be
+accurate to only one part in ten thousand. So each logarithm is divided into a multiple of 1/64 and
+the rest (`_path_sums`): sums of the first parts are exact, and those of the second ones are small.
 """
 
 from typing import NamedTuple
@@ -61,11 +62,17 @@ CHUNK_OF_ROWS = 16
 The shares that remain are an array for each row then, with the square of this number.
 """
 
-ROWS_AT_ONCE = 8
-"""The rows whose shares are computed at a time, for trees that are larger than such a chunk."""
+PAIRS_AT_ONCE = CHUNK_OF_ROWS**2
+"""The pairs of tokens for which the shares of all rows are computed at a time."""
 
 _FORGOTTEN = -1e9
 """The logarithm of a share of nothing: its exponential is 0."""
+
+_LEAST_LOG = -200.0
+"""Lower logarithms are raised to this one, whose exponential is 0 in float32, too.
+
+So the sums of 1,310 first parts are below 2^18: in float32 they are exact multiples of 1/64.
+"""
 
 _EXACT = jax.lax.Precision.HIGHEST
 """The precision of matrix products: "float32" on an accelerator is less by default."""
@@ -280,7 +287,7 @@ def write(
     else:
         u = path.update
     if path.log_alpha.ndim == 4:
-        shares, log_g = _shares_of_rows(path.log_alpha, visible)
+        shares, log_g = _shares(jnp.swapaxes(path.log_alpha, 2, 3), visible)
         updates = _product("bhnk,bhnv->bhkv", k * jnp.swapaxes(shares[:, :, :, 0], 2, 3), u)
         return jnp.exp(log_g[..., 0])[..., None] * state + updates
     # The shares are those that a token at the end of the path sees. Here each value head counts as
@@ -300,17 +307,15 @@ def _read_tree_by_rows(
     """Do the same as `read_tree` where each row of a table decays by itself."""
     q, k, v, beta, log_alpha, _ = tokens
     assert beta is not None
-    count = q.shape[2]
-    visible = jnp.eye(count, dtype=bool)[None] if mask is None else mask
+    visible = jnp.eye(q.shape[2], dtype=bool)[None] if mask is None else mask
     both = jnp.concatenate([k, q], axis=2)
-    log_after = jnp.zeros((*q.shape[:2], q.shape[3], count), jnp.float32)
-    similar, log_g = _similar_by_rows(both, k, log_alpha, visible, log_after)
+    similar, log_g = _similar_by_rows(both, k, log_alpha, visible)
     sums = 0.0
     if before is not None:
         node, drafted = before
         to_drafted, log_g = _similar_by_rows(both, node.k, node.log_alpha, drafted, log_g)
         sums = _product("bhti,bhiv->bhtv", to_drafted, node.u)
-    remaining = jnp.swapaxes(jnp.exp(log_g), 2, 3)
+    remaining = jnp.exp(log_g)
     both_of_state = both * jnp.concatenate([remaining, remaining], axis=2)
     sums = sums + _product("bhtk,bhkv->bhtv", both_of_state, state)
     predicted, y = jnp.split(sums, 2, axis=2)
@@ -326,55 +331,51 @@ def _similar_by_rows(
     keys: Float[Array, "B h n dk"],
     log_alpha: Float[Array, "B h n dk"],
     visible: Bool[Array, "b T n"],
-    log_after: Float[Array, "B h dk T"],
-) -> tuple[Float[Array, "B h 2T n"], Float[Array, "B h dk T"]]:
+    log_after: Float[Array, "B h T dk"] | None = None,
+) -> tuple[Float[Array, "B h 2T n"], Float[Array, "B h T dk"]]:
     """Return the products of vectors and keys, weighed in each row with the share that remains.
 
-    The shares of all rows would be an array of ``[dk, T, n]`` for each head: for a tree of 64 nodes
-    and 128 rows half a million numbers. So only `ROWS_AT_ONCE` rows are computed at a time.
+    The shares of all rows would be an array of ``[T, n, dk]`` for each head: for a tree of 64 nodes
+    and 128 rows half a million numbers. So only `PAIRS_AT_ONCE` pairs are computed at a time. The
+    rows come last, because they fill the lanes of a TPU.
 
     Args:
         vectors: the keys of T tokens, then their queries.
         keys: the keys of n tokens.
         log_alpha: the logarithms of their alphas.
         visible: as for `_shares`.
-        log_after: as for `_shares`.
+        log_after: the logarithms of the decays after all of the n tokens.
 
     Returns:
-        The products, and the logarithms of the shares that `_shares` returns.
+        The products, and the logarithms of the shares that remain of the rows of the state.
     """
-    batch, heads, count, width = keys.shape
-    queries = visible.shape[1]
+    queries, count = visible.shape[1:]
+    after = 0.0 if log_after is None else log_after
+    sums = _path_sums(jnp.swapaxes(log_alpha, 2, 3), visible)
+    at, before = zip(
+        *(jnp.split(jnp.swapaxes(x, 2, 3), [queries], axis=2) for x in sums), strict=True
+    )
+    at_tokens = (at[0], at[1] + after)
 
-    def by_row(x: jax.Array) -> jax.Array:  # [B, h, n, dk] -> [B, h, dk, n]
-        return jnp.swapaxes(x, 2, 3)
+    def similar_to(token: tuple[jax.Array, ...]) -> jax.Array:
+        """Return the products ``[B, h, 2, n]`` with the two vectors of a token."""
+        pair, is_visible, whole, rest = token
+        between = (whole[:, :, None] - before[0]) + (rest[:, :, None] - before[1])
+        shares = jnp.exp(jnp.where(is_visible[:, None, :, None], between, -jnp.inf))
+        return jnp.sum(pair[:, :, :, None] * (keys * shares)[:, :, None], axis=-1)
 
-    rows = (by_row(vectors), by_row(keys), by_row(log_alpha), log_after)
-
-    def add(sums: jax.Array, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        vectors, keys, log_alpha, log_after = rows
-        shares, log_g = _shares(log_alpha, visible, log_after)
-        weighed = keys[:, :, :, None] * shares
-        paired = vectors.reshape(*vectors.shape[:3], 2, queries)
-        return sums + jnp.sum(paired[..., None] * weighed[:, :, :, None], axis=2), log_g
-
-    none = jnp.zeros((batch, heads, 2, queries, count), jnp.float32)
-    if width <= ROWS_AT_ONCE or width % ROWS_AT_ONCE or queries * count <= CHUNK_OF_ROWS**2:
-        similar, log_g = add(none, rows)
+    pairs = vectors.reshape(*vectors.shape[:2], 2, queries, -1)
+    by_token = (
+        jnp.moveaxis(pairs, 3, 0),
+        jnp.moveaxis(visible, 1, 0),
+        *(jnp.moveaxis(part, 2, 0) for part in at_tokens),
+    )
+    if queries * count <= PAIRS_AT_ONCE:
+        similar = jax.vmap(similar_to)(by_token)
     else:
-        split = [
-            jnp.moveaxis(x.reshape(batch, heads, -1, ROWS_AT_ONCE, x.shape[3]), 2, 0) for x in rows
-        ]
-        similar, parts = jax.lax.scan(add, none, tuple(split))
-        log_g = jnp.moveaxis(parts, 0, 2).reshape(batch, heads, width, queries)
-    return similar.reshape(batch, heads, -1, count), log_g
-
-
-def _shares_of_rows(
-    log_alpha: Float[Array, "B h n dk"], visible: Bool[Array, "b T n"]
-) -> tuple[jax.Array, jax.Array]:
-    """Return the shares ``[B, h, dk, T, n]`` and the logarithms ``[B, h, dk, T]`` of `_shares`."""
-    return _shares(jnp.swapaxes(log_alpha, 2, 3), visible)
+        similar = jax.lax.map(similar_to, by_token, batch_size=max(1, PAIRS_AT_ONCE // count))
+    similar = jnp.moveaxis(similar, 0, 3).reshape(*vectors.shape[:3], count)
+    return similar, at_tokens[0] + at_tokens[1]
 
 
 def _joined(x: jax.Array) -> jax.Array:
@@ -402,19 +403,32 @@ def _shares(
         The shares ``[B, heads, r, T, n]``, 0 for tokens that are not visible; and the logarithm of
         the share that remains of the state before them, ``[B, heads, r, T]``.
     """
-    count = log_alpha.shape[-1]
-    on_path = jnp.where(visible[:, None, None], log_alpha[..., None, :], 0.0)
-    if count <= CHUNK:  # a product with few rows is faster than a running sum
-        between = _product(
-            "bhrtj,ji->bhrti", on_path, jnp.tril(jnp.ones((count, count), jnp.float32), -1)
-        )
-    else:
-        between = jnp.pad(
-            jax.lax.cumsum(on_path, axis=4, reverse=True)[..., 1:], ((0, 0),) * 4 + ((0, 1),)
-        )
-    log_after = jnp.asarray(log_after)
-    shares = jnp.exp(jnp.where(visible[:, None, None], between + log_after[..., None], -jnp.inf))
-    return shares, jnp.sum(on_path, axis=-1) + log_after
+    queries = visible.shape[1]
+    sums = _path_sums(log_alpha, visible)
+    between = sum(part[..., :queries, None] - part[..., None, queries:] for part in sums)
+    between = between + jnp.asarray(log_after)[..., None]
+    shares = jnp.exp(jnp.where(visible[:, None, None], between, -jnp.inf))
+    return shares, sum(part[..., :queries] for part in sums) + log_after
+
+
+def _path_sums(
+    log_alpha: Float[Array, "B heads r n"], visible: Bool[Array, "b T n"]
+) -> tuple[Float[Array, "B heads r T+n"], Float[Array, "B heads r T+n"]]:
+    """Return the sums of logarithms along paths, those of each of the two parts of a logarithm.
+
+    The first T sums are over the tokens that each of T tokens sees. The others are over the path of
+    each of the n tokens, which ends with itself. It has those tokens up to this one that some token
+    sees together with it; the path of a token that no token sees has no meaning.
+    """
+    sees = visible.astype(jnp.float32)
+    is_before = jnp.tril(_product("bti,btj->bij", sees, sees) > 0).astype(jnp.float32)
+    # Tokens that none sees may be infinite or NaN, and 0 times these is NaN.
+    log_alpha = jnp.where(jnp.any(visible, axis=1)[:, None, None], log_alpha, 0.0)
+    log_alpha = jnp.maximum(log_alpha, _LEAST_LOG)
+    whole = jnp.round(jax.lax.stop_gradient(log_alpha) * 64) / 64
+    paths = jnp.concatenate([sees, is_before], axis=1)
+    whole, rest = (_product("bhrj,btj->bhrt", part, paths) for part in (whole, log_alpha - whole))
+    return whole, rest
 
 
 def _solve(

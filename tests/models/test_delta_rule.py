@@ -9,7 +9,6 @@ import pytest
 
 from specjax.models.delta_rule import (
     CHUNK,
-    ROWS_AT_ONCE,
     DeltaRuleInputs,
     Node,
     read_chain,
@@ -178,9 +177,9 @@ def drawn_by_rows(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dk", [ROWS_AT_ONCE + 3, 3 * ROWS_AT_ONCE])
+@pytest.mark.parametrize("dk", [11, 24])
 def test_a_tree_of_rows_that_decay_by_themselves_is_as_each_of_its_paths(dk) -> None:
-    """The second width is read in parts of the rows; also below tokens that were drafted before."""
+    """Also below tokens that were drafted before. A few nodes are computed at a time."""
     rng = np.random.default_rng(dk)
     count, drafted = 40, 20
     state, tokens = drawn_by_rows(rng, count, dk)
@@ -368,6 +367,22 @@ def test_over_a_long_text_few_digits_are_lost(length) -> None:
     assert max(by_rounding) < 2e-2
     early, late = np.array_split(np.abs(coarse - expected[0]), 2, axis=2)
     assert late.mean() < 1.5 * early.mean()
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_few_digits_are_lost_where_every_second_token_forgets_all(by_rows) -> None:
+    """The sums of logarithms reach thousands, and those between two tokens a thousandth."""
+    rng, count = np.random.default_rng(9), 60
+    state, tokens = drawn_by_rows(rng, count, 16) if by_rows else drawn(rng, 2, count)
+    forgets_all = (np.arange(count) % 2 == 0)[:, None] if by_rows else np.arange(count) % 2 == 0
+    small = -1e-3 * rng.uniform(size=tokens.log_alpha.shape)
+    log_alpha = np.where(forgets_all, -150.0, small).astype(np.float32)
+    tokens = tokens._replace(log_alpha=log_alpha)
+    outputs, states = by_paths(state, tokens, paths_of([*range(-1, count - 1)]))
+    y, _, after = jax.jit(read_chain)(state, tokens)
+    of_tree, _ = READ(state, tokens, np.tril(np.ones((1, count, count), bool)))
+    for ours, exact in ((y, outputs), (of_tree, outputs), (after, states[:, :, -1])):
+        assert np.abs(ours - exact).max() < 2e-6 * np.abs(exact).max()
 
 
 # --- wrong readings -------------------------------------------------------------------------------

@@ -1422,12 +1422,23 @@ CATALOGUE = (
     Mutant(
         name="delta-rule-decays-once-too-often",
         file="specjax/models/delta_rule.py",
-        old='"bhrtj,ji->bhrti", on_path, jnp.tril(jnp.ones((count, count), jnp.float32), -1)',
-        new='"bhrtj,ji->bhrti", on_path, jnp.tril(jnp.ones((count, count), jnp.float32), 0)',
+        old='is_before = jnp.tril(_product("bti,btj->bij", sees, sees) > 0).astype(jnp.float32)',
+        new='is_before = jnp.tril(_product("bti,btj->bij", sees, sees) > 0, -1).astype(jnp.float32)',
         tests=(
             "tests/models/test_delta_rule.py::test_a_tree_in_one_pass_is_as_each_of_its_paths[17]",
         ),
         breaks="A token's own decay is applied to what it writes itself.",
+    ),
+    Mutant(
+        name="delta-rule-plain-differences",
+        file="specjax/models/delta_rule.py",
+        old="whole = jnp.round(jax.lax.stop_gradient(log_alpha) * 64) / 64",
+        new="whole = log_alpha",
+        tests=(
+            "tests/models/test_delta_rule.py::"
+            "test_few_digits_are_lost_where_every_second_token_forgets_all",
+        ),
+        breaks="Shares are differences of sums in the thousands, and lose digits.",
     ),
     Mutant(
         name="delta-rule-state-does-not-decay",
