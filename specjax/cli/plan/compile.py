@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax.chips import Chip
-from specjax.cli.plan.options import find_model, new_console
+from specjax.cli.plan.options import compute_on_the_cpu, find_model, new_console
 from specjax.cli.plan.programs import exchanges_of, memory_table, program_as_json
 from specjax.drafts.names import parse_shape
 from specjax.drafts.shapes import Chain
@@ -71,6 +71,7 @@ _ALPHA = 0.8
 
 def run_compile(config: CompileConfig) -> None:
     """Run ``specjax plan compile``."""
+    compute_on_the_cpu()
     # Invalid options are refused before any compiler is loaded.
     if not config.target:
         raise InputError("target='': name the model to compile, such as llama-3.1-8b")

@@ -4,7 +4,12 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from specjax.cli.plan.options import find_model, is_checkpoint, new_console
+from specjax.cli.plan.options import (
+    compute_on_the_cpu,
+    find_model,
+    is_checkpoint,
+    new_console,
+)
 from specjax.cli.plan.programs import exchanges_of, memory_table, program_as_json
 from specjax.config import load_yaml
 from specjax.errors import InputError
@@ -45,6 +50,7 @@ class CompileTrainingConfig:
 
 def run_compile_training(config: CompileTrainingConfig) -> None:
     """Run ``specjax plan compile-training``."""
+    compute_on_the_cpu()
     if not Path(config.train).is_file():
         raise InputError(
             f"train={config.train!r}: no such file; give the configuration file of a training"

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
 from rich.console import Console
 
 from specjax.errors import InputError
@@ -39,6 +40,16 @@ def check_plot(plot: str) -> None:
     """Refuse a picture that could not be written, before anything is computed."""
     if plot:
         pictures.check_path("plot", plot)
+
+
+def compute_on_the_cpu() -> None:
+    """Let JAX compute on the CPU, unless the variable JAX_PLATFORMS says otherwise.
+
+    A command that only compiles needs no other device. Where libtpu is installed, JAX would look
+    for a TPU, and could then load no compiler for GPUs.
+    """
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")
 
 
 def new_console() -> Console:
