@@ -315,7 +315,7 @@ class HloProgram:
             names, users = _users(fused, parameter)
             if not size or not users:
                 continue
-            if _is_in_place(names, users):
+            if _is_in_place(names, users, lambda name: without_layout(fused[name].shape)):
                 # The operand is neither read nor written as a whole.
                 updates = [user for user in users if user.kind in _UPDATES]
                 update = sum(
@@ -377,7 +377,9 @@ def _users(computation: Mapping[str, Operation], name: str) -> tuple[set[str], l
     return names, users
 
 
-def _is_in_place(names: set[str], users: Sequence[Operation]) -> bool:
+def _is_in_place(
+    names: set[str], users: Sequence[Operation], shape_of: Callable[[str], str]
+) -> bool:
     """Return whether a fusion updates a parameter in place.
 
     It does if its operations only update the parameter, or read the very slice that they update.
@@ -385,13 +387,18 @@ def _is_in_place(names: set[str], users: Sequence[Operation]) -> bool:
     Args:
         names: all names of the parameter.
         users: the operations that use it.
+        shape_of: returns the shape of an operand, without its layout.
     """
-    updated = {user.operands[2:] for user in users if user.kind == "dynamic-update-slice"}
-    return any(user.kind in _UPDATES for user in users) and all(
+    updates = [user for user in users if user.kind in _UPDATES]
+    updated = {(user.operands[2:], shape_of(user.operands[1])) for user in updates}
+    return bool(updates) and all(
         user.operands[0] in names
         and (
-            user.kind in _UPDATES
-            or (user.kind == "dynamic-slice" and updated == {user.operands[1:]})
+            user in updates
+            or (
+                user.kind == "dynamic-slice"
+                and updated == {(user.operands[1:], without_layout(user.shape))}
+            )
         )
         for user in users
     )

@@ -42,6 +42,7 @@ accurate to only one part in ten thousand. So each logarithm is divided into a m
 the rest (`_path_sums`): sums of the first parts are exact, and those of the second ones are small.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -63,15 +64,21 @@ The shares that remain are an array for each row then, with the square of this n
 """
 
 PAIRS_AT_ONCE = CHUNK_OF_ROWS**2
-"""The pairs of tokens for which the shares of all rows are computed at a time."""
+"""The pairs of tokens for which the shares of all rows are computed at a time.
+
+One token and all that it sees are computed at once, even if they are more.
+"""
 
 _FORGOTTEN = -1e9
 """The logarithm of a share of nothing: its exponential is 0."""
 
-_LEAST_LOG = -200.0
-"""Lower logarithms are raised to this one, whose exponential is 0 in float32, too.
+_LEAST_LOG = -104.0
+"""Lower logarithms are raised to this one, whose exponential is 0 in float32, too."""
 
-So the sums of 1,310 first parts are below 2^18: in float32 they are exact multiples of 1/64.
+_MOST_TOKENS = 2520
+"""The number of tokens of which `_path_sums` is exact.
+
+Their logarithms add up to at least -2^18, and float32 has all multiples of 1/64 up to 2^18.
 """
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -141,7 +148,7 @@ def read_tree(
         state: S0.
         tokens: the tokens; ancestors before their descendants.
         mask: which of the tokens are on the path of each, itself included. None: each sees itself
-            alone.
+            alone. Even tokens that nobody needs have paths, and all paths are of one forest.
         before: tokens that were read since S0, also ancestors before their descendants; and which
             of them are on the path of each of ``tokens``.
 
@@ -287,15 +294,14 @@ def write(
     else:
         u = path.update
     if path.log_alpha.ndim == 4:
-        shares, log_g = _shares(jnp.swapaxes(path.log_alpha, 2, 3), visible)
-        updates = _product("bhnk,bhnv->bhkv", k * jnp.swapaxes(shares[:, :, :, 0], 2, 3), u)
-        return jnp.exp(log_g[..., 0])[..., None] * state + updates
-    # The shares are those that a token at the end of the path sees. Here each value head counts as
-    # a key head with one value head, for it has its own alphas.
-    shares, log_g = _shares(path.log_alpha[:, :, None], visible)
-    weighed = (u * shares[:, :, 0, 0, :, None]).reshape(u.shape[0], k.shape[1], -1, *u.shape[2:])
+        shares, log_g = _shares_at_the_end(jnp.swapaxes(path.log_alpha, 2, 3), visible)
+        updates = _product("bhnk,bhnv->bhkv", k * jnp.swapaxes(shares, 2, 3), u)
+        return jnp.exp(log_g)[..., None] * state + updates
+    # Each value head has alphas of its own.
+    shares, log_g = _shares_at_the_end(path.log_alpha, visible)
+    weighed = (u * shares[..., None]).reshape(u.shape[0], k.shape[1], -1, *u.shape[2:])
     updates = _product("bhnk,bhrnv->bhrkv", k, weighed)
-    return jnp.exp(log_g[:, :, 0, 0, None, None]) * state + _joined(updates)
+    return jnp.exp(log_g[..., None, None]) * state + _joined(updates)
 
 
 def _read_tree_by_rows(
@@ -350,32 +356,32 @@ def _similar_by_rows(
         The products, and the logarithms of the shares that remain of the rows of the state.
     """
     queries, count = visible.shape[1:]
-    after = 0.0 if log_after is None else log_after
-    sums = _path_sums(jnp.swapaxes(log_alpha, 2, 3), visible)
-    at, before = zip(
-        *(jnp.split(jnp.swapaxes(x, 2, 3), [queries], axis=2) for x in sums), strict=True
+    coarse, fine = (
+        jnp.swapaxes(part, 2, 3) for part in _path_sums(jnp.swapaxes(log_alpha, 2, 3), visible)
     )
-    at_tokens = (at[0], at[1] + after)
+    fine_ends = fine[:, :, :queries] + (0.0 if log_after is None else log_after)
+    ends = (coarse[:, :, :queries], fine_ends)
+    begins = (coarse[:, :, queries:], fine[:, :, queries:])
 
     def similar_to(token: tuple[jax.Array, ...]) -> jax.Array:
         """Return the products ``[B, h, 2, n]`` with the two vectors of a token."""
-        pair, is_visible, whole, rest = token
-        between = (whole[:, :, None] - before[0]) + (rest[:, :, None] - before[1])
-        shares = jnp.exp(jnp.where(is_visible[:, None, :, None], between, -jnp.inf))
+        pair, is_visible, *token_ends = token
+        token_ends = [end[:, :, None] for end in token_ends]
+        shares = _share_between(token_ends, begins, is_visible[:, None, :, None])
         return jnp.sum(pair[:, :, :, None] * (keys * shares)[:, :, None], axis=-1)
 
     pairs = vectors.reshape(*vectors.shape[:2], 2, queries, -1)
     by_token = (
         jnp.moveaxis(pairs, 3, 0),
         jnp.moveaxis(visible, 1, 0),
-        *(jnp.moveaxis(part, 2, 0) for part in at_tokens),
+        *(jnp.moveaxis(end, 2, 0) for end in ends),
     )
     if queries * count <= PAIRS_AT_ONCE:
         similar = jax.vmap(similar_to)(by_token)
     else:
         similar = jax.lax.map(similar_to, by_token, batch_size=max(1, PAIRS_AT_ONCE // count))
     similar = jnp.moveaxis(similar, 0, 3).reshape(*vectors.shape[:3], count)
-    return similar, at_tokens[0] + at_tokens[1]
+    return similar, ends[0] + ends[1]
 
 
 def _joined(x: jax.Array) -> jax.Array:
@@ -404,31 +410,67 @@ def _shares(
         the share that remains of the state before them, ``[B, heads, r, T]``.
     """
     queries = visible.shape[1]
-    sums = _path_sums(log_alpha, visible)
-    between = sum(part[..., :queries, None] - part[..., None, queries:] for part in sums)
-    between = between + jnp.asarray(log_after)[..., None]
-    shares = jnp.exp(jnp.where(visible[:, None, None], between, -jnp.inf))
-    return shares, sum(part[..., :queries] for part in sums) + log_after
+    coarse, fine = _path_sums(log_alpha, visible)
+    ends = (coarse[..., :queries], fine[..., :queries] + jnp.asarray(log_after))
+    begins = (coarse[..., None, queries:], fine[..., None, queries:])
+    shares = _share_between([end[..., None] for end in ends], begins, visible[:, None, None])
+    return shares, ends[0] + ends[1]
+
+
+def _share_between(
+    ends: Sequence[jax.Array], begins: Sequence[jax.Array], visible: jax.Array
+) -> jax.Array:
+    """Return the shares between two tokens, of the two parts of their `_path_sums`."""
+    coarse, fine = (end - begin for end, begin in zip(ends, begins, strict=True))
+    return jnp.exp(jnp.where(visible, coarse + fine, -jnp.inf))
 
 
 def _path_sums(
     log_alpha: Float[Array, "B heads r n"], visible: Bool[Array, "b T n"]
 ) -> tuple[Float[Array, "B heads r T+n"], Float[Array, "B heads r T+n"]]:
-    """Return the sums of logarithms along paths, those of each of the two parts of a logarithm.
+    """Return the sums of logarithms along paths, each in two parts.
 
     The first T sums are over the tokens that each of T tokens sees. The others are over the path of
-    each of the n tokens, which ends with itself. It has those tokens up to this one that some token
-    sees together with it; the path of a token that no token sees has no meaning.
+    each of the n tokens, which ends with itself: all earlier tokens that some token sees together
+    with it. In the tree ``a -> b, a -> c`` the path of c is a and c, because nobody sees b and c.
+    The path of a token that nobody sees has no meaning.
+
+    Returns:
+        The coarse parts, which are exact multiples of 1/64, and the fine ones.
     """
+    assert visible.shape[-1] <= _MOST_TOKENS, visible.shape
     sees = visible.astype(jnp.float32)
-    is_before = jnp.tril(_product("bti,btj->bij", sees, sees) > 0).astype(jnp.float32)
-    # Tokens that none sees may be infinite or NaN, and 0 times these is NaN.
+    is_on_path = jnp.tril(_product("bti,btj->bij", sees, sees) > 0).astype(jnp.float32)
+    paths = jnp.concatenate([sees, is_on_path], axis=1)
+    # Tokens that nobody sees may be infinite or NaN, and 0 times these is NaN.
     log_alpha = jnp.where(jnp.any(visible, axis=1)[:, None, None], log_alpha, 0.0)
-    log_alpha = jnp.maximum(log_alpha, _LEAST_LOG)
-    whole = jnp.round(jax.lax.stop_gradient(log_alpha) * 64) / 64
-    paths = jnp.concatenate([sees, is_before], axis=1)
-    whole, rest = (_product("bhrj,btj->bhrt", part, paths) for part in (whole, log_alpha - whole))
-    return whole, rest
+    log_alpha = jnp.where(log_alpha > _LEAST_LOG, log_alpha, _LEAST_LOG)
+    coarse = jnp.round(jax.lax.stop_gradient(log_alpha) * 64) / 64
+    coarse, fine = (
+        _product("bhrj,btj->bhrt", part, paths) for part in (coarse, log_alpha - coarse)
+    )
+    return coarse, fine
+
+
+def _shares_at_the_end(
+    log_alpha: Float[Array, "B heads n"] | Float[Array, "B heads dk n"],
+    visible: Bool[Array, "b 1 n"],
+) -> tuple[jax.Array, jax.Array]:
+    """Return the shares that remain at the end of a chain, of any length.
+
+    Args:
+        log_alpha: the logarithms of the alphas of the tokens, in order.
+        visible: which of the tokens are in the chain: the first ones.
+
+    Returns:
+        The share of each token, like ``log_alpha``, and the logarithm of the share of the state
+        before them.
+    """
+    visible = visible if log_alpha.ndim == 3 else visible[:, None]
+    in_chain = jnp.where(visible, log_alpha, 0.0)
+    sums = jax.lax.cumsum(in_chain, axis=log_alpha.ndim - 1, reverse=True)
+    after = jnp.concatenate([sums[..., 1:], jnp.zeros_like(sums[..., :1])], axis=-1)
+    return jnp.where(visible, jnp.exp(after), 0.0), sums[..., 0]
 
 
 def _solve(

@@ -219,10 +219,12 @@ def highest(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     # XLA's order has -0.0 below 0.0. They are equal scores, so that the first is selected.
     scores = jnp.where(scores == 0, 0.0, scores)
     values, indices = jax.lax.top_k(scores, count)
-    # Without the barrier XLA sorts all scores: it takes the slice into its pattern of a top-k. With
-    # one barrier around both results, XLA (JAX 0.10) ends the process for several devices.
+    # Without the barrier XLA for CPUs sorts all scores: it takes the slice into its pattern of a
+    # top-k. With one barrier around both results, XLA (JAX 0.10) ends the process for several
+    # devices.
     lowest = jax.lax.optimization_barrier(values)[..., -1:]
-    # `top_k` takes the first of equal scores. So those of the lowest one that it takes end here.
+    # `top_k` takes the first of equal scores. So the lowest score is taken up to the last index at
+    # which it was taken.
     end = jnp.max(jnp.where(values == lowest, indices, -1), axis=-1, keepdims=True)
     is_equal = (scores == lowest) & (jnp.arange(scores.shape[-1]) <= end)
     mask = ((scores > lowest) | is_equal) & (scores > -jnp.inf)
@@ -276,18 +278,23 @@ def _few(piece: Piece) -> tuple[Entry, jax.Array | None]:
 def _visible_scores(score: Callable[[Part], jax.Array], piece: Piece, queries: int) -> jax.Array:
     """Return the scores ``[B, T, S]`` of a piece, and minus infinity where a query sees nothing."""
     if isinstance(piece, Filled):
-        return _scores_in_blocks(score, replace(piece, entry=piece.entry[ATTENDED:]), queries)
+        return scores_in_blocks(score, replace(piece, entry=piece.entry[ATTENDED:]), queries)
     entry, mask = _few(piece)
     visible = jnp.eye(queries, dtype=bool)[None] if mask is None else mask
     return jnp.where(visible, score(entry[ATTENDED]), -jnp.inf)
 
 
-def _scores_in_blocks(
+def scores_in_blocks(
     score: Callable[[Part], jax.Array], filled: Filled, queries: int
 ) -> jax.Array:
-    """Return the scores of a cache, of which blocks without filled slots are never read.
+    """Return the scores ``[B, T, S]`` of a cache, minus infinity where a query sees nothing.
 
-    Only the scores of one block exist for each head.
+    Blocks without filled slots are never read. Only the scores of one block exist for each head.
+
+    Args:
+        score: returns the scores ``[B, T, width]`` of some index keys.
+        filled: the cache; its entries have index keys alone.
+        queries: T.
     """
     width = filled.block_width(BLOCK)
 
@@ -309,7 +316,9 @@ def _scores_in_blocks(
 
     empty = jnp.full((filled.count.shape[0], queries, filled.slots), -jnp.inf)
     with jax.named_scope(LOOP):
-        return jax.lax.fori_loop(0, -(-jnp.max(filled.count) // width), add, empty)
+        # A count has tokens that did not fit, too. Another block would overwrite the last one.
+        most = jnp.minimum(jnp.max(filled.count), filled.slots)
+        return jax.lax.fori_loop(0, -(-most // width), add, empty)
 
 
 def _slots(piece: Piece) -> int:

@@ -756,8 +756,8 @@ def test_budgets_of_a_hybrid(tmp_path, chips, draft) -> None:
         print(f"{chips}, {draft}: {share:.2f}")
         assert not step["decode"]["cache_copies"]
         # XLA for GPUs divides the sums in products of many rows, and writes the sums of the parts.
-        if (chips, draft) != ("h100", "chain:59") or step is plain:
-            assert share <= 1.1
+        has_parts = (chips, draft) == ("h100", "chain:59") and step is drafting
+        assert share <= (1.4 if has_parts else 1.1)
     of_attention = 2 * shape.num_kv_heads * shape.head_dim * 2
     nodes = drafting["depth"] + 1
     of_states = drafting["drafted_bytes"] - nodes * of_attention
@@ -832,7 +832,7 @@ def test_budgets_of_a_hybrid_with_kimi_delta_attention(tmp_path, chips, draft) -
     plan = planned(
         "compile", "--chips", chips, "--target", str(tmp_path), "--drafter", drafter, *sizes
     )
-    plain, drafting = plan["steps"]
+    _, drafting = plan["steps"]
     for step in plan["steps"]:
         decode = step["decode"]
         share = decode["a_step"]["bytes"] / step["must_read_bytes"]
@@ -841,9 +841,9 @@ def test_budgets_of_a_hybrid_with_kimi_delta_attention(tmp_path, chips, draft) -
             f" largest {decode['largest'] / 1e6:.1f} MB"
         )
         assert not decode["cache_copies"]
-        if chips != "h100":
-            assert share <= 1.1
-    assert plain["decode"]["a_step"]["bytes"] <= 1.1 * plain["must_read_bytes"]
+        # XLA for GPUs writes what the layers compute for all nodes, and sums of parts of products.
+        on_gpu = 2.0 if draft == "dynamic:10,7,60" else 1.2
+        assert share <= (on_gpu if chips == "h100" and step is drafting else 1.1)
     if draft == "dynamic:10,7,60":
         shares_of_all = 4 * shape.linear.key_heads * shape.linear.key_dim * 60**2
         assert drafting["decode"]["largest"] < shares_of_all / 2
@@ -857,9 +857,9 @@ def test_budgets_of_sparse_attention(tmp_path, chips) -> None:
     """Compile a layer of DeepSeek-V3.2 with 256 thousand tokens in pages, and 60 nodes.
 
     A v5e lays out the rotated keys in two ways: in one for the copies of selected entries, and in
-    another for reading all entries of a short row. So each step copies them, which are a ninth of
-    the entries. XLA for GPUs writes the products of all 64 heads of the indexer, and reads them
-    again, block by block: the bytes are not bounded there.
+    another for reading all entries of a short row. So a step with many nodes copies them; they are
+    a ninth of the entries. XLA for GPUs writes the products of all 64 heads of the indexer, and
+    reads them again, block by block.
     """
     raw = config_json.format_config(published("deepseek-v3.2"), "bfloat16")
     kinds = {name: raw[name][:1] for name in raw if name.endswith("layer_types")}
@@ -870,12 +870,13 @@ def test_budgets_of_sparse_attention(tmp_path, chips) -> None:
     plan = planned("compile", "--chips", chips, "--target", str(tmp_path), *drafts, *sizes)
     for step in plan["steps"]:
         share = step["decode"]["a_step"]["bytes"] / step["must_read_bytes"]
-        print(f"{chips}: {share:.2f}, {step['decode']['cache_copies']}")
-        if chips == "h100":
-            assert not step["decode"]["cache_copies"]
-        else:
-            assert set(step["decode"]["cache_copies"]) <= {"bf16[2048,1,128,64]"}
-            assert share <= 1.2
+        copies = step["decode"]["cache_copies"]
+        print(f"{chips}, {step['depth']} drafted: {share:.2f}, {copies}")
+        is_plain, on_gpu = step is plan["steps"][0], chips == "h100"
+        assert copies == ([] if is_plain or on_gpu else ["bf16[2048,1,128,64]"])
+        assert share <= {(True, False): 1.05, (False, False): 1.2, (True, True): 1.5}.get(
+            (is_plain, on_gpu), 7.6
+        )
 
 
 @pytest.mark.thorough

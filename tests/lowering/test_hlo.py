@@ -96,8 +96,10 @@ f32[512,1024] {
   %param_2.1 = s32[] parameter(2)
   %param_3.1 = f32[1,1024]{1,0} parameter(3)
   %zero = s32[] constant(0)
-  %row.1 = f32[1,1024]{1,0} dynamic-slice(%param_0.1, READ, %zero), dynamic_slice_sizes={1,1024}
-  %higher.1 = f32[1,1024]{1,0} maximum(%row.1, %param_3.1)
+  %row.1 = f32[SIZE,1024]{1,0} dynamic-slice(%param_0.1, READ, %zero), \\
+dynamic_slice_sizes={SIZE,1024}
+  %highest.1 = f32[1,1024]{1,0} reduce(%row.1), dimensions={0}
+  %higher.1 = f32[1,1024]{1,0} maximum(%highest.1, %param_3.1)
   ROOT %updated.1 = f32[512,1024]{1,0} dynamic-update-slice(%param_0.1, %higher.1, %param_1.1, \
 %zero)
 }
@@ -115,18 +117,19 @@ calls=%raised
 
 
 @pytest.mark.parametrize(
-    ("read", "moved"),
+    ("read", "rows", "moved"),
     [
-        pytest.param("%param_1.1", 3 * ROW + 4, id="the row that is written"),
-        pytest.param("%param_2.1", 2 * 512 * ROW + ROW + 2 * 4, id="another row"),
+        pytest.param("%param_1.1", 1, 3 * ROW + 4, id="the row that is written"),
+        pytest.param("%param_2.1", 1, 2 * 512 * ROW + ROW + 2 * 4, id="another row"),
+        pytest.param("%param_1.1", 2, 2 * 512 * ROW + ROW + 4, id="the next row, too"),
     ],
 )
-def test_a_row_that_is_read_and_written_is_updated_in_place(read, moved) -> None:
+def test_a_row_that_is_read_and_written_is_updated_in_place(read, rows, moved) -> None:
     """A kernel that reads another row than it writes needs a copy of the table.
 
     The bytes are those of rows, and four for the number of each row.
     """
-    program = HloProgram(UPDATE.replace("READ", read))
+    program = HloProgram(UPDATE.replace("READ", read).replace("SIZE", str(rows)))
     (turn,) = step(program)
     assert program.bytes_moved(turn.operations) == moved
 

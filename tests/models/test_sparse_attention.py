@@ -19,7 +19,13 @@ from specjax.models.attention import BLOCK, GATHERED, Filled, Sparse, attend
 from specjax.models.cache import PagedCache, groups_of
 from specjax.models.config import MLA
 from specjax.models.quantized_cache import quantize
-from specjax.models.sparse_attention import Selection, highest, reach, selected
+from specjax.models.sparse_attention import (
+    Selection,
+    highest,
+    reach,
+    scores_in_blocks,
+    selected,
+)
 from specjax.models.transformer import Target
 from specjax.training.objectives.windows import read_student
 from tests.conftest import SHAPES, SPARSE, tiny_config, tiny_target
@@ -328,6 +334,26 @@ def test_pages_hold_index_keys_and_stale_ones_are_not_selected(target) -> None:
     np.testing.assert_allclose(
         np.concatenate(pieces, axis=1), forward(target, jnp.asarray(PROMPT)), atol=1e-4
     )
+
+
+@pytest.mark.parametrize("slots", [1024, 1300])
+def test_each_filled_slot_of_several_blocks_has_its_score(slots) -> None:
+    """The last of 1,300 slots are in a block that begins within the one before.
+
+    The second row has one token more than fits.
+    """
+    counts = jnp.array([600, slots + 1])
+    keys = jax.random.normal(jax.random.key(0), (2, 1, slots, 1))
+    scores = jax.jit(
+        lambda filled: scores_in_blocks(
+            lambda part: jnp.broadcast_to(part[:, 0, :, 0][:, None], (2, 3, part.shape[2])),
+            filled,
+            queries=3,
+        )
+    )(Filled((keys,), counts))
+    is_filled = np.arange(slots) < np.asarray(counts)[:, None]
+    expected = np.where(is_filled, keys[:, 0, :, 0], -np.inf)
+    np.testing.assert_array_equal(scores, np.stack([expected] * 3, axis=1))
 
 
 @pytest.mark.full

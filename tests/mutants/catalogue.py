@@ -1422,8 +1422,8 @@ CATALOGUE = (
     Mutant(
         name="delta-rule-decays-once-too-often",
         file="specjax/models/delta_rule.py",
-        old='is_before = jnp.tril(_product("bti,btj->bij", sees, sees) > 0).astype(jnp.float32)',
-        new='is_before = jnp.tril(_product("bti,btj->bij", sees, sees) > 0, -1).astype(jnp.float32)',
+        old='is_on_path = jnp.tril(_product("bti,btj->bij", sees, sees) > 0).astype(jnp.float32)',
+        new='is_on_path = jnp.tril(_product("bti,btj->bij", sees, sees) > 0, -1).astype(jnp.float32)',
         tests=(
             "tests/models/test_delta_rule.py::test_a_tree_in_one_pass_is_as_each_of_its_paths[17]",
         ),
@@ -1432,8 +1432,8 @@ CATALOGUE = (
     Mutant(
         name="delta-rule-plain-differences",
         file="specjax/models/delta_rule.py",
-        old="whole = jnp.round(jax.lax.stop_gradient(log_alpha) * 64) / 64",
-        new="whole = log_alpha",
+        old="coarse = jnp.round(jax.lax.stop_gradient(log_alpha) * 64) / 64",
+        new="coarse = log_alpha",
         tests=(
             "tests/models/test_delta_rule.py::"
             "test_few_digits_are_lost_where_every_second_token_forgets_all",
@@ -1443,7 +1443,7 @@ CATALOGUE = (
     Mutant(
         name="delta-rule-state-does-not-decay",
         file="specjax/models/delta_rule.py",
-        old="return jnp.exp(log_g[:, :, 0, 0, None, None]) * state + _joined(updates)",
+        old="return jnp.exp(log_g[..., None, None]) * state + _joined(updates)",
         new="return state + _joined(updates)",
         tests=("tests/models/test_delta_rule.py::test_a_chain_is_as_token_by_token[65]",),
         breaks="The state before a path is kept whole when the path is written.",
@@ -2269,6 +2269,37 @@ CATALOGUE = (
         new="if file.sha256 and path.stat().st_size != file.size:",
         tests=("tests/test_stored_folders.py::test_an_object_with_another_content_is_refused",),
         breaks="A file of a bucket with another content and the same size is taken for the stated one.",
+    ),
+    Mutant(
+        name="all-equal-scores-are-selected",
+        file="specjax/models/sparse_attention.py",
+        old="is_equal = (scores == lowest) & (jnp.arange(scores.shape[-1]) <= end)",
+        new="is_equal = scores == lowest",
+        tests=(
+            "tests/models/test_sparse_attention.py::test_the_highest_are_those_of_a_stable_sort",
+        ),
+        breaks="Of scores that equal the lowest selected one all are selected.",
+    ),
+    Mutant(
+        name="scores-of-the-last-block-hide-those-before",
+        file="specjax/models/sparse_attention.py",
+        old="if filled.slots % width:",
+        new="if filled.slots % width < 0:",
+        tests=(
+            "tests/models/test_sparse_attention.py::"
+            "test_each_filled_slot_of_several_blocks_has_its_score",
+        ),
+        breaks="The last block overwrites scores of the block that it begins in.",
+    ),
+    Mutant(
+        name="a-row-that-is-read-is-always-in-place",
+        file="specjax/lowering/hlo.py",
+        old="and updated == {(user.operands[1:], without_layout(user.shape))}",
+        new="and bool(updated)",
+        tests=(
+            "tests/lowering/test_hlo.py::test_a_row_that_is_read_and_written_is_updated_in_place",
+        ),
+        breaks="A fusion that reads another row than it writes is taken for one in place.",
     ),
     Mutant(
         name="zeros-of-two-signs-are-not-equal-scores",

@@ -43,12 +43,13 @@ def check_plot(plot: str) -> None:
 
 
 def compute_on_the_cpu() -> None:
-    """Let JAX compute on the CPU, unless the variable JAX_PLATFORMS says otherwise.
+    """Let JAX compute on the CPU in this process, unless a platform was chosen.
 
-    A command that only compiles needs no other device. Where libtpu is installed, JAX would look
-    for a TPU, and could then load no compiler for GPUs.
+    The variable JAX_PLATFORMS chooses one, or JAX's option ``jax_platforms``. A command that only
+    compiles needs no other device. Where libtpu is installed, JAX would look for a TPU, and could
+    then load no compiler for GPUs.
     """
-    if not jax.config.jax_platforms:
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")
 
 
