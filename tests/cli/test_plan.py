@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from specjax.assets import embedded
 from specjax.chips import CHIPS
 from specjax.cli.main import find_command, main
+from specjax.cli.plan.options import compute_on_the_cpu
 from specjax.drafters import DFlash2, TrainedDrafter
 from specjax.drafters.registry import METHODS, load_drafter
 from specjax.lowering.abstract import abstract_model, stored_drafter
@@ -42,6 +43,17 @@ def table(out: str) -> list[list[str]]:
         for line in out.splitlines()
         if line.startswith("│")
     ]
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "cpu"), ("tpu", "tpu")])
+def test_compiling_computes_on_the_cpu_unless_a_platform_was_chosen(chosen, expected) -> None:
+    before = jax.config.jax_platforms
+    try:
+        jax.config.update("jax_platforms", chosen)
+        compute_on_the_cpu()
+        assert jax.config.jax_platforms == expected
+    finally:
+        jax.config.update("jax_platforms", before)
 
 
 def test_the_table_of_a_cost(capsys) -> None:

@@ -327,6 +327,22 @@ def test_a_path_written_in_pieces_is_as_at_once() -> None:
     assert start == 150
 
 
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_path_of_thousands_of_tokens_is_written_at_once(by_rows) -> None:
+    """Nearly all of them are forgotten, and the last five are not."""
+    rng, count = np.random.default_rng(5), 4096
+    _, tokens = drawn_by_rows(rng, count, DK) if by_rows else drawn(rng, 2, count)
+    log_alpha = np.full_like(tokens.log_alpha, -150.013)
+    log_alpha[:, :, -5:] = -0.3
+    path = Node(tokens.k, np.asarray(tokens.v), log_alpha)
+    kept = np.exp(-0.3 * np.arange(5)[::-1])
+    k, v = (np.asarray(part, np.float64)[:, :, -6:] for part in (tokens.k, tokens.v))
+    k = np.repeat(k, v.shape[1] // k.shape[1], axis=1)
+    # The sixth from the end decays five times by 0.3.
+    expected = np.einsum("bhnk,bhnv,n->bhkv", k, v, np.append(np.exp(-1.5), kept))
+    assert near(WRITE(np.zeros(expected.shape, np.float32), path), expected)
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     state, tokens = drawn(np.random.default_rng(7), 3, 70)
     read = jax.jit(read_chain)
