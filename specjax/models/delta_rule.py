@@ -444,6 +444,7 @@ def _path_sums(
     paths = jnp.concatenate([sees, is_on_path], axis=1)
     # Tokens that nobody sees may be infinite or NaN, and 0 times these is NaN.
     log_alpha = jnp.where(jnp.any(visible, axis=1)[:, None, None], log_alpha, 0.0)
+    # NaN is raised, too. So it stays with its token.
     log_alpha = jnp.where(log_alpha > _LEAST_LOG, log_alpha, _LEAST_LOG)
     coarse = jnp.round(jax.lax.stop_gradient(log_alpha) * 64) / 64
     coarse, fine = (
