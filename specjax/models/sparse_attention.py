@@ -284,9 +284,7 @@ def _visible_scores(score: Callable[[Part], jax.Array], piece: Piece, queries: i
     return jnp.where(visible, score(entry[ATTENDED]), -jnp.inf)
 
 
-def scores_in_blocks(
-    score: Callable[[Part], jax.Array], filled: Filled, queries: int
-) -> jax.Array:
+def scores_in_blocks(score: Callable[[Part], jax.Array], filled: Filled, queries: int) -> jax.Array:
     """Return the scores ``[B, T, S]`` of a cache, minus infinity where a query sees nothing.
 
     Blocks without filled slots are never read. Only the scores of one block exist for each head.

@@ -335,11 +335,11 @@ def test_a_path_of_thousands_of_tokens_is_written_at_once(by_rows) -> None:
     log_alpha = np.full_like(tokens.log_alpha, -150.013)
     log_alpha[:, :, -5:] = -0.3
     path = Node(tokens.k, np.asarray(tokens.v), log_alpha)
-    kept = np.exp(-0.3 * np.arange(5)[::-1])
+    shares = np.exp(-0.3 * np.arange(5)[::-1])
     k, v = (np.asarray(part, np.float64)[:, :, -6:] for part in (tokens.k, tokens.v))
     k = np.repeat(k, v.shape[1] // k.shape[1], axis=1)
     # The sixth from the end decays five times by 0.3.
-    expected = np.einsum("bhnk,bhnv,n->bhkv", k, v, np.append(np.exp(-1.5), kept))
+    expected = np.einsum("bhnk,bhnv,n->bhkv", k, v, np.append(np.exp(-1.5), shares))
     assert near(WRITE(np.zeros(expected.shape, np.float32), path), expected)
 
 
