@@ -751,19 +751,22 @@ def test_budgets_of_a_hybrid(tmp_path, chips, draft) -> None:
     shapes = ("--drafter", "prompt-lookup", "--draft", draft, "--batch", "1", "--context", "1024")
     plan = planned("compile", "--chips", chips, "--target", str(tmp_path), *shapes)
     plain, drafting = plan["steps"]
+    is_missed, share = False, 0.0
     for step in plan["steps"]:
         share = step["decode"]["a_step"]["bytes"] / step["must_read_bytes"]
         print(f"{chips}, {draft}: {share:.2f}")
         assert not step["decode"]["cache_copies"]
-        # XLA for GPUs divides the sums in products of many rows, and writes the sums of the parts.
-        has_parts = (chips, draft) == ("h100", "chain:59") and step is drafting
-        assert share <= (1.4 if has_parts else 1.1)
+        is_missed = (chips, draft) == ("h100", "chain:59") and step is drafting and share > 1.1
+        assert is_missed or share <= 1.1
     of_attention = 2 * shape.num_kv_heads * shape.head_dim * 2
     nodes = drafting["depth"] + 1
     of_states = drafting["drafted_bytes"] - nodes * of_attention
     assert 0 < of_states < 0.03 * nodes * drafting["state_bytes"]
     if draft == "chain:4" and chips != "h100":
         assert drafting["decode"]["a_step"]["cycles"] <= 1.15 * plain["decode"]["a_step"]["cycles"]
+    if is_missed:
+        # XLA for GPUs divides the sums in products of many rows, and writes the sums of the parts.
+        pytest.xfail(f"60 nodes on an H100 move {share:.2f} of what must be read, for 1.1")
 
 
 @pytest.mark.thorough
